@@ -1,0 +1,61 @@
+# Every target makes the environment it needs from nothing, given Python 3.10+ and make.
+# A stamp file inside each environment is newer than the requirements it was made from, so that a second call starts
+# at once and changed requirements are installed again. `make clean` first when changing PYTHON or CONSTRAINTS.
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+PYTEST_ARGS ?=
+QUICKSTART_ARGS ?=
+
+DEV := .venv
+OLDEST := .venv-oldest
+QUICKSTART := .venv-quickstart
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint types test-slow test-oldest format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+quickstart: $(QUICKSTART)/stamp  ## patch, fine-tune and measure the small bundled model; ends with a table and a plot
+	$(QUICKSTART)/bin/hf-posenc quickstart $(QUICKSTART_ARGS)
+
+test: lint types  ## lint, types and the test suite, on the pinned versions
+	$(DEV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV)/stamp  ## ruff, both as linter and as format check
+	$(DEV)/bin/ruff check .
+	$(DEV)/bin/ruff format --check .
+
+types: $(DEV)/stamp  ## mypy --strict
+	$(DEV)/bin/mypy --strict hf_posenc
+
+test-slow: $(DEV)/stamp  ## only the tests that need minutes or the network
+	$(DEV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/stamp  ## the test suite on the lowest versions the package promises to work with
+	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+format: $(DEV)/stamp  ## let ruff fix and format the code
+	$(DEV)/bin/ruff check --fix .
+	$(DEV)/bin/ruff format .
+
+clean:  ## remove the environments and caches
+	rm -rf $(DEV) $(OLDEST) $(QUICKSTART) .mypy_cache .ruff_cache .pytest_cache build dist
+
+# $(call install,environment,requirement,constraints)
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hf-posenc needs Python 3.10 or newer, and $(PYTHON) is %d.%d: call make PYTHON=..." % sys.version_info[:2])'
+	@echo "Installing $(2) into $(1) (a few minutes the first time: torch is large)"
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install --disable-pip-version-check -qq -e '$(2)' $(if $(3),-c $(3))
+	@touch $(1)/stamp
+endef
+
+$(DEV)/stamp: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(DEV),.[dev],$(CONSTRAINTS))
+
+$(QUICKSTART)/stamp: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(QUICKSTART),.,$(CONSTRAINTS))
+
+$(OLDEST)/stamp: pyproject.toml constraints-oldest.txt
+	$(call install,$(OLDEST),.[test],constraints-oldest.txt)
