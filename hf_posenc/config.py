@@ -1,0 +1,170 @@
+"""The encoding contract: a config that names an encoding, and the module that computes it.
+
+An encoding is written as one file in `hf_posenc/encodings/`: a frozen config, decorated with `register_encoding`, and a
+module with up to four hooks. Neither knows of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.positions import Geometry, Positions
+from hf_posenc.registry import Registry
+
+SCHEMA_VERSION = 1
+
+
+class Encoding(nn.Module):
+    """What positions do to a model: four hooks, all neutral here.
+
+    Derived tables are never kept in buffers: transformers refills non-persistent buffers with garbage after
+    `from_pretrained`, and `model.to(bfloat16)` would round them. They are derived from plain numbers when needed.
+    """
+
+    rotation_follows_length: bool = False
+    """True where the rotation of a query depends on how far the text has come. Keys are then cached unrotated, and
+    `at_length` gives the static encoding that a query at that length uses."""
+
+    def embed(self, position_ids: Tensor) -> Tensor | None:
+        """Return what is added to the token embedding: (b, n) int64 -> (b, n, hidden_size), or None."""
+        return None
+
+    def remap(self, positions: Tensor) -> Tensor:
+        """Return the integers that the other hooks see: (b, n) int64 -> (b, n) int64."""
+        return positions
+
+    def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
+        """Rotate queries or keys: (b, h, n, d), (b, n) -> (b, h, n, d), dtype kept."""
+        return states
+
+    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor | None:
+        """Return what is added to the scaled scores before softmax: (1|b, 1|h, q, k) float32, or None.
+
+        Args:
+            query: (b, h, q, d).
+            key: (b, h, k, d) or, with grouped heads, (b, h_kv, k, d).
+            positions: of these queries and these keys.
+        """
+        return None
+
+    def adopt(self, table: Tensor | None) -> None:
+        """Take over what can be taken from the position table that is being replaced, (rows, hidden_size) or None."""
+
+    def at_length(self, length: int) -> Encoding:
+        """Return the static encoding in force for a query at position `length - 1`."""
+        return self
+
+    def max_positions(self) -> int | None:
+        """Return the number of positions this encoding can express, or None where it has no end."""
+        return None
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Tell whether this class gives `hook` a meaning of its own."""
+        return getattr(cls, hook) is not getattr(Encoding, hook)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingConfig:
+    """Plain, frozen, validated numbers that name one encoding.
+
+    Subclasses set `name` (the registry key), `label` (the prefix of patched class names) and `module`.
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    module: ClassVar[Callable[..., Encoding]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain-JSON form, which `from_dict` reads back exactly."""
+        return {"name": self.name, "version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise ConfigError where this config does not fit a model of that geometry."""
+
+    def build(self, geometry: Geometry) -> Encoding:
+        """Return the module that computes this encoding for a model of that geometry.
+
+        Raises:
+            ConfigError: the config does not fit the geometry.
+        """
+        self.check(geometry)
+        return self.module(self, geometry)
+
+    def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> EncodingConfig:
+        """Return this config with every default that is read from the model filled in.
+
+        Args:
+            geometry: of the model.
+            rope_parameters: the model's own, where it is a rotary one.
+        """
+        return self
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
+        """Return transformers' own description of this encoding, or None where transformers cannot compute it."""
+        return None
+
+
+ENCODINGS: Registry[type[EncodingConfig]] = Registry(kind="encoding", package="hf_posenc.encodings")
+
+C = TypeVar("C", bound=type[EncodingConfig])
+
+
+def register_encoding(cls: C) -> C:
+    """Class decorator: make a config class known under its `name`; raises ConfigError where the name is taken."""
+    ENCODINGS.add(cls.name, cls)
+    return cls
+
+
+def encodings() -> list[str]:
+    """Return the names of all encodings."""
+    return list(ENCODINGS)
+
+
+def encoding(name: str, **fields: Any) -> EncodingConfig:
+    """Build an encoding config by name.
+
+    Args:
+        name: one of `encodings()`.
+        **fields: the fields of that encoding's config.
+
+    Raises:
+        UnknownNameError: no encoding has that name.
+        ConfigError: an unknown field, or a value out of range.
+    """
+    cls = ENCODINGS[name]
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in fields:
+        if key not in known:
+            raise ConfigError(f"encoding {name!r} has no field {key!r}; {did_you_mean(key, known)}")
+    return cls(**fields)
+
+
+def from_dict(spec: dict[str, Any]) -> EncodingConfig:
+    """Read the form that `EncodingConfig.to_dict` writes.
+
+    Raises:
+        ConfigError: no name, a newer schema version, an unknown field, or a value out of range.
+    """
+    fields = dict(spec)
+    name, version = fields.pop("name", None), fields.pop("version", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"a position-encoding spec needs a 'name', was: {spec!r}")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"position-encoding spec version {version!r} is not readable; this hf_posenc reads version {SCHEMA_VERSION}"
+        )
+    return encoding(name, **fields)
+
+
+def build(config: EncodingConfig, geometry: Geometry) -> Encoding:
+    """Return the `Encoding` module of `config` for a model of that geometry; raises ConfigError where they disagree."""
+    if not isinstance(config, EncodingConfig):
+        raise ConfigError(f"expected an encoding config such as posenc.RoPE(), got: {config!r}")
+    return config.for_model(geometry).build(geometry)

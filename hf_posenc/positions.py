@@ -1,0 +1,105 @@
+"""Which integer position every query and every key has: resolved here, once a forward, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The plain numbers of a model that an encoding may depend on.
+
+    Attributes:
+        hidden_size: width at which positions are added to the token embedding.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads (equal to the query heads without grouping).
+        head_dim: width of one head; not always `hidden_size / num_attention_heads`.
+        max_position_embeddings: length the model was trained for, in tokens.
+        causal: True where a query sees no later key.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    causal: bool
+
+    def __post_init__(self) -> None:
+        """Check the numbers; raises ConfigError."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if name != "causal" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"Geometry.{name} must be a positive integer, was: {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Integer positions of one attention call.
+
+    Attributes:
+        query: (b, q) or (1, q), int64.
+        key: (b, k) or (1, k), int64. Where no key lies in a cache these are the positions of the queries.
+    """
+
+    query: Tensor
+    key: Tensor
+
+    def distance(self) -> Tensor:
+        """Return query minus key position, (b, q, k), int64; positive where the key lies behind the query."""
+        return self.query[:, :, None] - self.key[:, None, :]
+
+
+def from_mask(mask: Tensor) -> Tensor:
+    """Return the positions of the tokens under a 2-D padding mask.
+
+    Args:
+        mask: (b, n), non-zero on real tokens.
+
+    Returns:
+        (b, n) int64. The first real token of a row has position 0, wherever the padding stands; padding takes the
+        position of the token before it, or 0.
+    """
+    return (mask != 0).long().cumsum(-1).sub_(1).clamp_(min=0)
+
+
+def resolve(
+    length: int,
+    *,
+    position_ids: Tensor | None,
+    mask: Tensor | None,
+    past: Tensor | None,
+    past_length: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """Return the positions of `length` new tokens, (b, n) or (1, n), int64.
+
+    Explicit `position_ids` always win. Otherwise a 2-D padding mask that covers past and new tokens decides, then the
+    positions remembered beside the cache (`past`), then the number of cached tokens.
+
+    Args:
+        length: number of new tokens n.
+        position_ids: explicit positions, (b, n), (1, n) or (n,).
+        mask: padding mask over past and new tokens, (b, past + n); masks of other ranks say nothing of positions.
+        past: positions of the cached tokens, (b, past) or (1, past).
+        past_length: number of cached tokens, used when nothing better is known.
+        device: where the result lives.
+    """
+    if position_ids is not None:
+        return (position_ids if position_ids.ndim > 1 else position_ids[None]).to(device=device, dtype=torch.long)
+    if mask is not None and mask.ndim == 2 and mask.shape[-1] >= length:
+        return from_mask(mask)[:, -length:].to(device)
+    steps = torch.arange(length, device=device)[None]
+    if past is not None and past.shape[-1]:
+        return past[:, -1:].to(device) + 1 + steps
+    return steps + past_length
