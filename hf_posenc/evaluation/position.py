@@ -1,0 +1,176 @@
+"""Loss by position inside one long window: where in the context, not just at what length, a model loses quality."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from hf_posenc.errors import ConfigError, DataError, LengthError
+from hf_posenc.evaluation.curve import versions
+from hf_posenc.evaluation.documents import BOS_NONE, Documents
+from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
+from hf_posenc.evaluation.subject import (
+    check_batch_size,
+    check_lengths,
+    dtype_name,
+    model_name,
+    position_refusal,
+    prepare_for,
+    trained_length,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RESAMPLES = 1000
+_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionCurve:
+    """Mean loss of one model at each stretch of positions of its window.
+
+    Attributes:
+        name: the model's name.
+        length: inputs in the window; positions are 0 .. length-1.
+        edges: bin b holds the positions `edges[b] .. edges[b + 1] - 1`; log-spaced, the first ones of one position.
+        nll: mean nats per target of each bin, over all documents.
+        low, high: 95 % interval of `nll`, by resampling documents with a fixed seed; None for a single document.
+        n_documents: documents long enough to fill the window; shorter ones are left out.
+        trained_length, bos_policy, text_hash, dtype, versions: as in `LengthCurve`.
+    """
+
+    name: str
+    length: int
+    edges: tuple[int, ...]
+    nll: tuple[float, ...]
+    low: tuple[float, ...] | None
+    high: tuple[float, ...] | None
+    n_documents: int
+    trained_length: int | None
+    bos_policy: str
+    text_hash: str
+    dtype: str
+    versions: Mapping[str, str]
+
+    @property
+    def ppl(self) -> tuple[float, ...]:
+        """Perplexity of each bin."""
+        return tuple(float(value) for value in np.exp(self.nll))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PositionCurve:
+        """Rebuild a curve from `to_dict` or its JSON.
+
+        Raises:
+            DataError: a field is missing.
+        """
+        missing = sorted(field.name for field in fields(cls) if field.name not in data)
+        if missing:
+            raise DataError(f"This is no position curve: {', '.join(missing)} missing. Evaluate the model again.")
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = data[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+
+def log_bins(length: int, per_octave: int = 4) -> tuple[int, ...]:
+    """Return edges 0 < ... < length of bins of positions, `per_octave` to each doubling where positions allow it."""
+    steps = math.ceil(per_octave * math.log2(length)) if length > 1 else 0
+    starts = {0, length} | {round(2 ** (step / per_octave)) for step in range(steps)}
+    return tuple(sorted(start for start in starts if start <= length))
+
+
+def perplexity_by_position(
+    model: nn.Module,
+    documents: Documents,
+    length: int,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_size: int = 1,
+    bos_policy: str = BOS_NONE,
+    name: str | None = None,
+    seed: int = 0,
+) -> PositionCurve:
+    """Measure the mean loss at each position of the first window of every document that fills it.
+
+    Args:
+        model: any Hugging Face causal language model, patched or not.
+        documents: token-id lists, 1-D tensors, or texts (then give `tokenizer`).
+        length: inputs in the window; a document needs `length + 1` tokens, BOS included.
+        tokenizer, batch_size, bos_policy, name: as in `perplexity_by_length`.
+        seed: of the resampling of documents for the interval.
+
+    Raises:
+        UnknownNameError, ConfigError, DataError: arguments that cannot be used, or no document that is long enough.
+        LengthError: the model has no position encoding for `length` positions.
+        UnsupportedFamilyError: the model is not a causal language model.
+    """
+    check_lengths([length])
+    check_batch_size(batch_size)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed must be an integer of at least 0; got {seed!r}.")
+    corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy)
+    rows = [ids[: length + 1] for ids in corpus.documents if len(ids) > length]
+    if not rows:
+        raise DataError(
+            f"No document has {length + 1} tokens (the longest has {corpus.longest + 1}), which length {length} needs. "
+            "Give longer documents or a smaller length."
+        )
+    if reason := position_refusal(model, length):
+        raise LengthError(f"length={length}: {reason}.")
+    edges = log_bins(length)
+    sums = _bin_sums(model, rows, edges, batch_size)  # (documents, bins)
+    widths = np.diff(edges)
+    low, high = _interval(sums / widths, seed)
+    return PositionCurve(
+        name=name or model_name(model),
+        length=length,
+        edges=edges,
+        nll=tuple((sums.mean(axis=0) / widths).tolist()),
+        low=low,
+        high=high,
+        n_documents=len(rows),
+        trained_length=trained_length(model),
+        bos_policy=bos_policy,
+        text_hash=corpus.digest,
+        dtype=dtype_name(model),
+        versions=versions(),
+    )
+
+
+def _bin_sums(model: nn.Module, rows: list[torch.Tensor], edges: tuple[int, ...], batch_size: int) -> np.ndarray:
+    """Return the nats of each row summed over each bin: (documents, bins), float64."""
+    length = edges[-1]
+    sums: list[np.ndarray] = []
+    bar = tqdm(total=len(rows) * length, desc="by position", unit="tok", unit_scale=True, delay=_PROGRESS_DELAY)
+    with evaluation_mode(model), bar:
+        scorer = Scorer(model, rows[0])
+        for first in range(0, len(rows), batch_size):
+            batch = torch.stack(rows[first : first + batch_size])
+            nats = scorer.nll(batch, length).numpy()  # (b, length)
+            sums.append(np.add.reduceat(nats, edges[:-1], axis=1))
+            bar.update(nats.size)
+    return np.concatenate(sums)
+
+
+def _interval(means: np.ndarray, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]] | tuple[None, None]:
+    """Return the 2.5 % and 97.5 % quantiles of the mean over resampled documents, bin by bin."""
+    n = len(means)
+    if n < 2:
+        return None, None
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_RESAMPLES)  # (resamples, documents)
+    low, high = np.quantile(counts @ means / n, [0.025, 0.975], axis=0)
+    return tuple(low.tolist()), tuple(high.tolist())
