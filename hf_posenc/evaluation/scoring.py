@@ -183,6 +183,6 @@ def _check_causal(
 
 def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two computations of the same logits agree up to the rounding of their dtype."""
-    scale = float(right.float().abs().max())
+    scale = float(right.float().nan_to_num(0.0, 0.0, 0.0).abs().max())
     tolerance = max(1e-5, 8 * torch.finfo(right.dtype).eps) * max(scale, 1e-30)
     return torch.allclose(left.float(), right.float(), rtol=0.0, atol=tolerance, equal_nan=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.documents import Corpus, Documents, prepare
+from hf_posenc.length import max_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,12 +46,10 @@ def prepare_for(
 
 def position_refusal(model: nn.Module, length: int) -> str | None:
     """Return why the model cannot take `length` positions, None where no table of positions stops it."""
-    from hf_posenc.length import max_length  # written at the same time as this file
-
     limit = max_length(model)
     if limit is None or length <= limit:
         return None
-    return f"no position {limit + 1}: learned table has {limit} rows"
+    return f"no position {limit + 1}: learned table has {limit} rows for positions"
 
 
 def model_name(model: nn.Module) -> str:
