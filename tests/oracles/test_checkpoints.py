@@ -81,7 +81,7 @@ def test_roberta_has_rows_minus_offset_positions() -> None:
     assert table[model.config.pad_token_id].abs().max() == 0  # the row of padding: never trained, never a position
     tokens = torch.full((1, usable), 7)
     assert model(tokens).logits.isfinite().all()
-    with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
         model(torch.full((1, usable + 1), 7))
 
 
