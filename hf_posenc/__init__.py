@@ -1,1 +1,16 @@
 """hf_posenc: replace the position encoding of a pretrained Hugging Face model, and measure what that does."""
+
+from hf_posenc.config import Encoding, EncodingConfig, build, encoding, encodings, register_encoding
+from hf_posenc.encodings.alibi import Alibi
+from hf_posenc.encodings.learned import Learned
+from hf_posenc.encodings.nope import NoPE
+from hf_posenc.encodings.rope import RoPE
+from hf_posenc.encodings.sinusoidal import Sinusoidal
+from hf_posenc.errors import PosencError
+from hf_posenc.family import Family, families, register_family
+from hf_posenc.length import max_length
+from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
+from hf_posenc.positions import Geometry, Positions
+from hf_posenc.verify import Certificate, verify
+
+__version__ = "0.1.0"

@@ -27,9 +27,9 @@ class Encoding(nn.Module):
     `from_pretrained`, and `model.to(bfloat16)` would round them. They are derived from plain numbers when needed.
     """
 
-    rotation_follows_length: bool = False
-    """True where the rotation of a query depends on how far the text has come. Keys are then cached unrotated, and
-    `at_length` gives the static encoding that a query at that length uses."""
+    rotation_grows_after: int | None = None
+    """Length in tokens after which the rotation of a query depends on how far the text has come, or None where it never
+    does. Keys are then cached unrotated, and `at_length` gives the static encoding of a query at that length."""
 
     def embed(self, position_ids: Tensor) -> Tensor | None:
         """Return what is added to the token embedding: (b, n) int64 -> (b, n, hidden_size), or None."""

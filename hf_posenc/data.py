@@ -265,7 +265,7 @@ def _text_of(line: str, path: Path, number: int) -> str:
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         shown = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{path}, line {number}, has no string field 'text' (found: {shown}).")
-    return record["text"]
+    return str(record["text"])
 
 
 def _hub_documents(source: str, split: str) -> list[Document]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -15,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T
 
 from hf_posenc.conversion.provenance import git_state, versions
 from hf_posenc.conversion.training import causal_batch, packed_perplexity
-from hf_posenc.data import EMBEDDED, HELD_OUT, Document, describe, load_documents, pack, tokenize
+from hf_posenc.data import EMBEDDED, HELD_OUT, TRAIN, Document, PackedDataset, describe, load_documents, pack, tokenize
 from hf_posenc.errors import ConfigError, OutputExistsError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -63,7 +64,7 @@ def train_tokenizer(documents: list[Document], *, vocab_size: int, length: int) 
         show_progress=False,
     )
     bpe.train_from_iterator([document.text for document in documents], trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -106,53 +107,55 @@ def pretrain(config: PretrainConfig, output_dir: str | Path, *, command: str = "
     if (folder / LOG_NAME).exists():
         raise OutputExistsError(f"{folder} already holds a trained model. Name another folder or delete this one.")
     source = git_state()
-    train, held_out = load_documents(EMBEDDED), load_documents(EMBEDDED, split=HELD_OUT)
-    tokenizer = train_tokenizer(train, vocab_size=config.vocab_size, length=config.length)
-    end_of_text_id = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    rows = pack(tokenize(train, tokenizer), config.length, eos_token_id=end_of_text_id, seed=config.seed)
-    test_tokens = tokenize(held_out, tokenizer)
-    test_rows = pack(test_tokens, config.length, eos_token_id=end_of_text_id)
-    print(f"train {rows.report}\nheld out {test_rows.report}", flush=True)
-
-    set_seed(config.seed)
-    model = build_model(config, end_of_text_id=end_of_text_id)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(
-            model=model,
-            args=_training_arguments(config, scratch),
-            train_dataset=rows.dataset,
-            data_collator=causal_batch,
-        )
-        trainer.train()
-    seconds = time.perf_counter() - start
-
-    perplexity = packed_perplexity(model, test_rows.dataset)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.config.use_cache = model.generation_config.use_cache = True  # the Trainer turns it off, also in what is saved
-    model.to(torch.float16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _load_as_float32(folder)
+    texts = {split: load_documents(EMBEDDED, split=split) for split in (TRAIN, HELD_OUT)}
+    tokenizer = train_tokenizer(texts[TRAIN], vocab_size=config.vocab_size, length=config.length)
+    end_of_text_id = int(tokenizer.eos_token_id)
+    rows = {
+        TRAIN: pack(tokenize(texts[TRAIN], tokenizer), config.length, eos_token_id=end_of_text_id, seed=config.seed),
+        HELD_OUT: pack(tokenize(texts[HELD_OUT], tokenizer), config.length, eos_token_id=end_of_text_id),
+    }
+    model, losses, seconds = _train(config, rows[TRAIN], end_of_text_id=end_of_text_id)
+    perplexity = packed_perplexity(model, rows[HELD_OUT].dataset)
+    _save(model, tokenizer, folder)
     stored = GPT2LMHeadModel.from_pretrained(folder)
-    text_bytes = sum(len(document.text.encode()) for document in held_out)
+    text_bytes = sum(len(document.text.encode()) for document in texts[HELD_OUT])
     log = {
         "command": command,
-        "config": asdict(config) | {"batch_size": BATCH_SIZE, "warmup_steps": WARMUP_STEPS},
+        "config": asdict(config) | {"batch_size": BATCH_SIZE, "warmup_steps": _warmup(config)},
         "parameters": model.num_parameters(),
         "tokens_seen": config.steps * BATCH_SIZE * config.length,
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "source": source,
-        "corpus": {"train": describe(train), "held_out": describe(held_out)},
-        "packing": {"train": rows.report.as_dict(), "held_out": test_rows.report.as_dict()},
-        "held_out_bytes_per_token": text_bytes / test_rows.report.tokens_in,
+        "corpus": {split: describe(documents) for split, documents in texts.items()},
+        "packing": {split: packed.report.as_dict() for split, packed in rows.items()},
+        "held_out_bytes_per_token": text_bytes / rows[HELD_OUT].report.tokens_in,
         "held_out_perplexity": perplexity,
-        "held_out_perplexity_as_stored": packed_perplexity(stored, test_rows.dataset),
-        "loss": [[int(entry["step"]), entry["loss"]] for entry in trainer.state.log_history if "loss" in entry],
+        "held_out_perplexity_as_stored": packed_perplexity(stored, rows[HELD_OUT].dataset),
+        "loss": losses,
     }
     (folder / LOG_NAME).write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     return log
+
+
+def _train(
+    config: PretrainConfig, rows: PackedDataset, *, end_of_text_id: int
+) -> tuple[GPT2LMHeadModel, list[list[float]], float]:
+    """Return the trained model, its (step, nats per token) pairs, and the seconds it took."""
+    set_seed(config.seed)
+    model = build_model(config, end_of_text_id=end_of_text_id)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = _training_arguments(config, scratch)
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows.dataset, data_collator=causal_batch)
+        trainer.train()
+    losses = [[entry["step"], float(entry["loss"])] for entry in trainer.state.log_history if "loss" in entry]
+    return model, losses, time.perf_counter() - start
+
+
+def _warmup(config: PretrainConfig) -> int:
+    return min(WARMUP_STEPS, config.steps // 10)
 
 
 def _training_arguments(config: PretrainConfig, scratch: str) -> TrainingArguments:
@@ -162,7 +165,7 @@ def _training_arguments(config: PretrainConfig, scratch: str) -> TrainingArgumen
         per_device_train_batch_size=BATCH_SIZE,
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=min(WARMUP_STEPS, config.steps // 10),
+        warmup_steps=_warmup(config),
         weight_decay=0.1,
         adam_beta2=0.95,
         dataloader_drop_last=True,
@@ -174,8 +177,12 @@ def _training_arguments(config: PretrainConfig, scratch: str) -> TrainingArgumen
     )
 
 
-def _load_as_float32(folder: Path) -> None:
-    """Make float32 the dtype that `from_pretrained` takes by default: half precision is how the file is stored."""
+def _save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Store half-precision weights whose config makes float32 the dtype that `from_pretrained` takes by default."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.use_cache = model.generation_config.use_cache = True  # the Trainer turns it off, also in what is saved
+    copy.deepcopy(model).half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(stored | {"dtype": "float32"}, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ def packed_perplexity(model: PreTrainedModel, dataset: Dataset, *, batch_size: i
     A check on a training run, at one length. Curves over lengths are `hf_posenc.perplexity_by_length`'s job.
     """
     was_training = model.training
-    model.eval()
+    model.train(False)
     nll_sum, targets = 0.0, 0
     for start in range(0, len(dataset), batch_size):
         input_ids = torch.tensor(dataset[start : start + batch_size]["input_ids"], device=model.device)  # (b, n)

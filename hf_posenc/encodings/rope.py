@@ -132,18 +132,13 @@ class RotaryEncoding(Encoding):
         super().__init__()
         self.config, self.geometry = config, geometry
         self.inv_freq, self.attention_factor = config.frequencies(geometry, length=length)
-        self.rotation_follows_length = not length and (config.scaling or {}).get("rope_type") == "dynamic"
-        self._lengths: dict[int, RotaryEncoding] = {}
+        if not length and (config.scaling or {}).get("rope_type") == "dynamic":
+            self.rotation_grows_after = config.original_length(geometry)
         self._memo: tuple[Any, ...] | None = None
 
     def at_length(self, length: int) -> RotaryEncoding:
         """Return the static rotation for a text of `length` tokens; itself where the length plays no part."""
-        if not self.rotation_follows_length:
-            return self
-        length = max(length, self.config.original_length(self.geometry))
-        if length not in self._lengths:
-            self._lengths[length] = RotaryEncoding(self.config, self.geometry, length=length)
-        return self._lengths[length]
+        return self if self.rotation_grows_after is None else RotaryEncoding(self.config, self.geometry, length=length)
 
     def angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine times the attention factor, each (b, 1, n, pairs) in `dtype`."""
@@ -167,10 +162,10 @@ class RotaryEncoding(Encoding):
     def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
         """Rotate queries or keys: (b, h, n, d), (b, n) -> (b, h, n, d); dimensions past the rotary width bit-equal.
 
-        Computed in float32 (float64 for float64 states), returned in the dtype of `states`. Where the rotation follows
-        the length, the length is that of the longest row.
+        Computed in float32 (float64 for float64 states), returned in the dtype of `states`. Where the rotation grows
+        with the length, the length is that of the longest row.
         """
-        if self.rotation_follows_length:
+        if self.rotation_grows_after is not None:
             return self.at_length(int(position_ids.max()) + 1).rotate(states, position_ids)
         dtype = torch.float64 if states.dtype == torch.float64 else torch.float32
         cos, sin = self.angles(position_ids, dtype)

@@ -1,0 +1,149 @@
+"""The input side of a patched model: where positions are resolved, and where the old encoding's modules stood.
+
+The body's class is swapped for a subclass whose forward resolves the positions of the call once, adds or replaces
+what the encoding puts on the token embedding, and sends the positions down to the attention modules as a keyword.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from hf_posenc.family import Family
+from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, uses_key_positions
+from hf_posenc.positions import Positions, resolve
+
+
+class PositionTable(nn.Module):
+    """Stands where the model had its table of positions, and gives what the encoding adds to the token embedding."""
+
+    def __init__(self, joint: Joint) -> None:
+        super().__init__()
+        self.__dict__["joint"] = joint  # not a submodule: the encoding belongs to the body
+
+    def forward(self, *args: Any, position_ids: Tensor | None = None) -> Tensor:
+        """Return (b, n, hidden_size) in the model's dtype, or an integer zero where the encoding adds nothing.
+
+        An integer zero leaves the dtype of what it is added to alone.
+        """
+        ids: Tensor = args[0] if position_ids is None else position_ids
+        added = self.joint.encoding.embed(self.joint.encoding.remap(ids))
+        if added is None:
+            return torch.zeros((), dtype=torch.long, device=ids.device)
+        return added.to(self.joint.body.dtype)
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return type(self.joint.encoding).__name__
+
+
+class NoRotation(nn.Module):
+    """Stands where the model had its rotary module: the angle is zero everywhere.
+
+    Args:
+        width: rotated dimensions of a head, which the attention modules read off the shape.
+    """
+
+    def __init__(self, *, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return cosines of one and sines of zero, each (1, n, width) in the dtype of `x`, (b, n, hidden_size)."""
+        shape = (1, x.shape[1], self.width)
+        return x.new_ones(shape), x.new_zeros(shape)
+
+
+def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
+    """Return the forward of a patched model class: on the body itself, positions are resolved first."""
+    parameters = list(inspect.signature(stock.forward).parameters)[1:]
+
+    @functools.wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.posenc_joint.body is not self:
+            return stock.forward(self, *args, **kwargs)
+        kwargs.update(zip(parameters, args, strict=False))
+        positions, cache = _prepare(self, kwargs)
+        output = stock.forward(self, posenc_positions=positions, **kwargs)
+        if uses_key_positions(self.posenc_joint.encoding):
+            # the cache may have been made inside; whoever holds it next finds the positions of its keys beside it
+            held = output.values() if hasattr(output, "values") else output
+            for cache in [cache, *(item for item in held if isinstance(item, Cache))]:
+                if cache is not None:
+                    cache.posenc_positions = positions.key
+        return output
+
+    return forward
+
+
+def _prepare(model: Any, kwargs: dict[str, Any]) -> tuple[Positions, Any]:
+    """Resolve the positions of a call and write what the stock forward must see into its keywords."""
+    joint: Joint = model.posenc_joint
+    family: Family = model.posenc_family
+    encoding = joint.encoding
+    states = kwargs.get("inputs_embeds")
+    ids = kwargs.get("input_ids")
+    given: Tensor = states if states is not None else ids
+    length, device = given.shape[1], given.device
+    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device)
+    if kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None:
+        # positions that jump or repeat would be taken for packed sequences and cut the mask; they say where, not whom
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        kwargs["attention_mask"] = torch.ones(given.shape[0], past + length, dtype=torch.long, device=device)
+    kwargs["position_ids"] = positions.query
+    if family.token_type_buffer and kwargs.get("token_type_ids") is None:
+        kwargs["token_type_ids"] = torch.zeros(given.shape[:2], dtype=torch.long, device=device)
+    if family.table is None and encoding.overrides("embed"):
+        states = model.get_input_embeddings()(ids) if states is None else states
+        added = encoding.embed(encoding.remap(positions.query))
+        kwargs["inputs_embeds"] = states if added is None else states + added.to(states.dtype)
+        kwargs["input_ids"] = None
+    return positions, cache
+
+
+def _positions(
+    model: Any, kwargs: dict[str, Any], cache: Any, keys_matter: bool, length: int, device: torch.device
+) -> Positions:
+    """Return the positions of the new tokens and, where they matter, of the cached ones before them."""
+    mask, explicit, ids = kwargs.get("attention_mask"), kwargs.get("position_ids"), kwargs.get("input_ids")
+    past_length = cache.get_seq_length() if cache is not None else 0
+    if model.posenc_family.counts_padding:
+        padding = model.config.pad_token_id
+        explicit = None if explicit is None else (explicit - padding - 1).clamp(min=0)
+        if mask is None and ids is not None and cache is None:
+            mask = ids.ne(padding)
+    past = None
+    if keys_matter and cache is not None:
+        past_length = int(past_length)
+        covers = mask is not None and mask.ndim == 2 and mask.shape[-1] == past_length + length
+        past = _remembered(cache, past_length)
+        if past is None:
+            past = resolve(
+                past_length,
+                position_ids=None,
+                mask=mask[:, :past_length] if mask is not None and covers else None,
+                past=None,
+                past_length=0,
+                device=device,
+            )
+    query = resolve(length, position_ids=explicit, mask=mask, past=past, past_length=past_length, device=device)
+    if past is None:
+        return Positions(query=query, key=query)
+    rows = max(len(past), len(query))
+    key = torch.cat([past.to(device).expand(rows, -1), query.expand(rows, -1)], dim=-1)
+    return Positions(query=query, key=key)
+
+
+def _remembered(cache: Any, past_length: int) -> Tensor | None:
+    """Return the positions noted beside a cache, (b, past), cut where the cache was; None where they do not fit it."""
+    noted: Tensor | None = getattr(cache, "posenc_positions", None)
+    if noted is None or noted.shape[-1] < past_length:
+        return None
+    return noted[:, :past_length]

@@ -1,0 +1,345 @@
+"""The joint between encodings and attention: what happens between a stock attention module and its attention function.
+
+The attention instance's class is swapped for a subclass whose forward is the stock forward with two stand-ins. A cache
+proxy rotates new keys once, on their way into the cache. A view of the config routes the look-up of the attention
+function through `posenc_attention`, where queries are rotated and the bias joins the mask. The model's own
+`_attn_implementation` stays what it is and decides which stock attention function finally runs.
+
+This is the only module that names `AttentionInterface`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_posenc.config import Encoding
+from hf_posenc.errors import BackendError
+from hf_posenc.positions import Positions
+
+NAME = "posenc"
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
+BIAS_BACKENDS = ("eager", "sdpa")
+SCORES_AT_ONCE = 2**25
+"""Scores whose bias is materialised at a time, 128 MiB in float32; longer calls go through in blocks of queries."""
+
+Output = tuple[Tensor, Tensor | None]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Output]
+
+
+class Joint:
+    """What the attention modules of one patched model share: the way to its encoding.
+
+    The encoding is looked up at every call, in the body that owns it: PEFT may have put a trainable copy there.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        self.body = body
+        self.override: Encoding | None = None
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding in force."""
+        found = self.override if self.override is not None else self.body.posenc
+        return found  # type: ignore[return-value]
+
+
+def uses_attention(encoding: Encoding) -> bool:
+    """Tell whether the encoding acts inside attention at all."""
+    return encoding.overrides("rotate") or encoding.overrides("bias")
+
+
+def uses_key_positions(encoding: Encoding) -> bool:
+    """Tell whether a query has to know the positions of cached keys."""
+    return encoding.overrides("bias") or encoding.rotation_grows_after is not None
+
+
+def check_backend(encoding: Encoding, backend: str | None) -> None:
+    """Raise BackendError where an attention backend would drop or distort the encoding."""
+    if uses_key_positions(encoding) and (backend or "eager") not in BIAS_BACKENDS:
+        raise BackendError(
+            f"attention backend {backend!r} has no way to carry the scores of {type(encoding).__name__}; "
+            f"use one of {', '.join(BIAS_BACKENDS)}: model.set_attn_implementation('sdpa')."
+        )
+
+
+class _Call:
+    """One call of one attention module; stands in for its cache."""
+
+    def __init__(self, encoding: Encoding, positions: Positions, cache: Any) -> None:
+        self.encoding = encoding
+        self.positions = positions
+        self.cache = cache
+        self.keys_done = False
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Rotate the new keys, unless they must be cached as they are, and hand them to the cache."""
+        if self.encoding.rotation_grows_after is None:
+            key = self.encoding.rotate(key, self.encoding.remap(self.positions.query))
+        self.keys_done = True
+        updated: tuple[Tensor, Tensor] = self.cache.update(key, value, *args, **kwargs)
+        return updated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+class _ConfigView:
+    """The config of an attention module, in which the attention function is ours."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_config"), name)
+
+
+def _viewed_config(self: nn.Module) -> _ConfigView:
+    return _ConfigView(self.__dict__["config"])
+
+
+def _set_config(self: nn.Module, config: Any) -> None:
+    self.__dict__["config"] = config
+
+
+def _rebuild(stock: type[nn.Module], label: str) -> nn.Module:
+    cls = interposed(stock, label)
+    return cls.__new__(cls)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    return _rebuild, (self.posenc_stock, self.posenc_label), self.__dict__
+
+
+@functools.cache
+def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
+    """Return the subclass of an attention class that attends with the encoding of its `posenc_joint`.
+
+    Args:
+        stock: a self-attention class that calls its attention function through `AttentionInterface`.
+        label: what the encoding puts before the class name, as in `RotaryGPT2Attention`.
+    """
+    parameters = list(inspect.signature(stock.forward).parameters)[1:]
+    cache_name = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+    @functools.wraps(stock.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(parameters, args, strict=False))
+        # 5.24 renamed the argument and still takes the old name, which may be the one that the caller used
+        given = next((name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        cache = kwargs[given] if given else None
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        positions = kwargs.pop("posenc_positions", None)
+        if positions is None:
+            positions = _plain_positions(kwargs["hidden_states"], kwargs.get("position_ids"), cache)
+        call = _Call(self.posenc_joint.encoding, positions, cache)  # type: ignore[union-attr, arg-type]
+        if given and cache_name:
+            kwargs.pop(given)
+            kwargs[cache_name] = call
+        return stock.forward(self, posenc_call=call, **kwargs)
+
+    return type(
+        f"{label}{stock.__name__}",
+        (stock,),
+        {
+            "__doc__": f"{stock.__name__} with positions by {label}.",
+            "__module__": __name__,
+            "forward": forward,
+            "config": property(_viewed_config, _set_config),
+            "posenc_stock": stock,
+            "posenc_label": label,
+            "__reduce_ex__": _reduce,
+        },
+    )
+
+
+def _plain_positions(states: Tensor, position_ids: Tensor | None, cache: Any) -> Positions:
+    """Return the positions of a module that is called by itself, outside its model."""
+    if position_ids is None:
+        past = cache.get_seq_length() if cache is not None else 0
+        position_ids = torch.arange(states.shape[1], device=states.device)[None] + past
+    return Positions(query=position_ids, key=position_ids)
+
+
+def _stock_function(module: nn.Module) -> tuple[str, Callable[..., Output]]:
+    """Return the name and the attention function that the model's own config asks for."""
+    backend = module.__dict__["config"]._attn_implementation or "eager"
+    stock = module.posenc_stock
+    if backend == "eager" and getattr(module, "reorder_and_upcast_attn", False):
+
+        def upcast(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any) -> Output:
+            output: Output = module._upcast_and_reordered_attn(query, key, value, mask)
+            return output
+
+        return backend, upcast
+    eager = sys.modules[stock.__module__].eager_attention_forward  # type: ignore[union-attr]
+    return backend, ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
+
+
+def posenc_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Output:
+    """Attend with the encoding of `module.posenc_joint`; called by stock attention modules in place of their function.
+
+    Args:
+        module: the attention module.
+        query: (b, h, q, d).
+        key: (b, h_kv, k, d), rotated already where they come out of a cache.
+        value: (b, h_kv, k, d).
+        attention_mask: None, boolean or additive, (b, 1, q, k).
+        **kwargs: handed to the stock attention function.
+
+    Returns:
+        Output (b, q, h, d), and the attention weights where the backend gives them.
+
+    Raises:
+        BackendError: the backend cannot carry the encoding.
+    """
+    call: _Call = kwargs.pop("posenc_call")
+    encoding, positions = call.encoding, call.positions
+    backend, stock = _stock_function(module)
+    check_backend(encoding, backend)
+    if uses_key_positions(encoding):
+        causal = kwargs.pop("is_causal", None)
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        kwargs["is_causal"] = False  # from here on the mask says it all
+        if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
+            # a static cache filled for the first time: the slots behind the queries are empty
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        positions = _fitted(positions, key.shape[2])
+    positions = Positions(query=encoding.remap(positions.query), key=encoding.remap(positions.key))
+    if not uses_key_positions(encoding):
+        query = encoding.rotate(query, positions.query)
+        key = key if call.keys_done else encoding.rotate(key, positions.key)
+        return stock(module, query, key, value, attention_mask, **kwargs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Output:
+        return stock(module, query, key, value, mask, **kwargs)
+
+    scores = _Scores(encoding, positions, attention_mask, causal)
+    if encoding.rotation_grows_after is not None:
+        return _attend_by_length(scores, attend, query, key, value)
+    query = encoding.rotate(query, positions.query)
+    key = key if call.keys_done else encoding.rotate(key, positions.key)
+    return _attend_in_blocks(scores, attend, query, key, value)
+
+
+def _fitted(positions: Positions, keys: int) -> Positions:
+    """Return the positions with as many keys as there are slots; slots beyond the known ones are empty and masked."""
+    known = positions.key[:, -keys:] if positions.key.shape[-1] > keys else positions.key
+    missing = keys - known.shape[-1]
+    return Positions(query=positions.query, key=nn.functional.pad(known, (0, missing)) if missing else known)
+
+
+class _Scores:
+    """What is added to the scaled scores of one call: bias, padding and causality together."""
+
+    def __init__(self, encoding: Encoding, positions: Positions, mask: Tensor | None, causal: bool) -> None:
+        self.encoding = encoding
+        self.positions = positions
+        self.mask = mask
+        self.triangle = mask is None and causal  # the caller left causality to the attention function
+        self.past = positions.key.shape[1] - positions.query.shape[1]
+
+    def row(self, index: int) -> _Scores:
+        """Return the same for one row of the batch."""
+        query, key = self.positions.query, self.positions.key
+        positions = Positions(query=query[index % len(query)][None], key=key[index % len(key)][None])
+        mask = None if self.mask is None else self.mask[index % len(self.mask)][None]
+        return _Scores(self.encoding, positions, mask, self.triangle)
+
+    def keys_seen(self, rows: Tensor) -> int:
+        """Return how many keys, from the first, the queries at these ascending indices can see."""
+        return int(rows[-1]) + 1 + self.past if self.triangle else self.positions.key.shape[1]
+
+    def added(self, query: Tensor, key: Tensor, rows: Tensor) -> Tensor | None:
+        """Return what is added to the scores of some queries, (1|b, 1|h, rows, k), or None.
+
+        Args:
+            query: (b, h, rows, d).
+            key: (b, h_kv, k, d), possibly cut behind the last key that these queries see.
+            rows: ascending indices of the queries in the call, (rows,).
+        """
+        keys = key.shape[2]
+        positions = Positions(query=self.positions.query[:, rows], key=self.positions.key[:, :keys])
+        bias, mask = self.encoding.bias(query, key, positions), self.mask
+        if mask is not None:
+            mask = mask[:, :, rows, :keys]
+        elif self.triangle:
+            mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(key.device)
+        if mask is not None and mask.dtype == torch.bool:
+            lowest = torch.finfo(torch.float32).min
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, lowest)
+        if bias is None or mask is None:
+            total = mask if bias is None else bias
+        else:
+            total = bias + mask
+        if total is None:
+            return None
+        # CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
+        wide = query.device.type == "cpu" and query.dtype != torch.float64
+        dtype = torch.float32 if wide else query.dtype
+        return total.clamp(min=torch.finfo(dtype).min).to(dtype)
+
+
+def _attend_in_blocks(scores: _Scores, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Output:
+    """Attend with a bias that is materialised for a block of queries at a time."""
+    total, keys = query.shape[2], key.shape[2]
+    block = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * keys))
+    outputs, weights = [], []
+    for rows in torch.arange(total).split(block):
+        seen = scores.keys_seen(rows) if block < total else keys
+        part, near = query[:, :, int(rows[0]) : int(rows[-1]) + 1], key[:, :, :seen]
+        output, weight = attend(part, near, value[:, :, :seen], scores.added(part, near, rows))
+        outputs.append(output)
+        if weight is not None:
+            weights.append(nn.functional.pad(weight, (0, keys - seen)))
+    return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
+
+
+def _attend_by_length(scores: _Scores, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Output:
+    """Attend where the rotation grows with the length: a query, and the keys it looks at, turn with its own base.
+
+    So what a token sees depends neither on the tokens behind it nor on the other rows of the batch, and a cached decode
+    equals the full forward. Queries within the original length share one pass; each later one turns all its keys.
+    """
+    encoding, keys = scores.encoding, key.shape[2]
+    floor = encoding.rotation_grows_after or 0
+    outputs: list[Tensor] = []
+    all_weights: list[Tensor] = []
+    for index in range(query.shape[0]):
+        row, one = scores.row(index), slice(index, index + 1)
+        lengths = (row.positions.query[0] + 1).clamp(min=floor).cpu()
+        parts: list[Tensor] = []
+        weights: list[Tensor] = []
+        order: list[Tensor] = []
+        for length in lengths.unique().tolist():
+            rows = (lengths == length).nonzero()[:, 0]
+            seen, static = row.keys_seen(rows), encoding.at_length(length)
+            q = static.rotate(query[one, :, rows], row.positions.query[:, rows])
+            k = static.rotate(key[one, :, :seen], row.positions.key[:, :seen])
+            output, weight = attend(q, k, value[one, :, :seen], row.added(q, k, rows))
+            parts.append(output)
+            order.append(rows)
+            if weight is not None:
+                weights.append(nn.functional.pad(weight, (0, keys - seen)))
+        back = torch.cat(order).argsort()
+        outputs.append(torch.cat(parts, dim=1)[:, back])
+        if weights:
+            all_weights.append(torch.cat(weights, dim=2)[:, :, back])
+    return torch.cat(outputs), torch.cat(all_weights) if all_weights else None
+
+
+AttentionInterface.register(NAME, posenc_attention)

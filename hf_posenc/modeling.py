@@ -1,0 +1,92 @@
+"""The classes of a patched model and of its config.
+
+A patched `GPT2LMHeadModel` is a `PosencGPT2LMHeadModel` with a config of `model_type` `posenc_gpt2` that holds the spec of
+its encoding. Plain transformers does not know that type and refuses it, instead of loading a GPT-2 with a random table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.errors import CheckpointError
+from hf_posenc.inputs import positioned_forward
+from hf_posenc.interposer import check_backend
+
+PREFIX = "posenc_"
+Rebuild = Callable[[PreTrainedModel], None]
+
+
+@functools.cache
+def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the config class of the patched models of one stock config class: `posenc`, a plain-JSON dict, added."""
+    body = {
+        "__doc__": f"{stock.__name__} of a model whose position encoding was replaced; `posenc` says by what.",
+        "__module__": __name__,
+        "__annotations__": {"posenc": dict[str, Any] | None},
+        "posenc": None,
+        "model_type": PREFIX + stock.model_type,
+        "posenc_stock": stock,
+        "__reduce_ex__": lambda self, protocol: (_blank, (config_class, stock), self.__dict__),
+    }
+    return type(f"Posenc{stock.__name__}", (stock,), body)
+
+
+@functools.cache
+def model_class(stock: type[PreTrainedModel], rebuild: Rebuild) -> type[PreTrainedModel]:
+    """Return the class of the patched models of one stock model class, and of the base models inside them.
+
+    Args:
+        stock: a transformers model class, with or without a head.
+        rebuild: called on a freshly constructed model whose config holds a spec; patches it in place.
+    """
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        stock.__init__(self, config, *args, **kwargs)
+        rebuild(self)
+
+    body = {
+        "__doc__": f"{stock.__name__} with another position encoding.",
+        "__module__": __name__,
+        "__init__": __init__,
+        "forward": positioned_forward(stock),
+        "config_class": config_class(stock.config_class),
+        "posenc_stock": stock,
+        "set_attn_implementation": _set_attn_implementation,
+        "from_pretrained": classmethod(_from_pretrained),
+        "__reduce_ex__": lambda self, protocol: (_blank, (model_class, stock, rebuild), self.__dict__),
+    }
+    return type(f"Posenc{stock.__name__}", (stock,), body)
+
+
+def _blank(factory: Callable[..., type], *arguments: Any) -> Any:
+    """Return an empty instance of a class made here, for copy and pickle to fill."""
+    cls = factory(*arguments)
+    return cls.__new__(cls)
+
+
+def _set_attn_implementation(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Set the attention backend, as transformers does; raises BackendError where it cannot carry the encoding."""
+    asked = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+    for backend in asked.values():
+        check_backend(self.posenc_joint.encoding, backend)
+    self.posenc_stock.set_attn_implementation(self, attn_implementation, *args, **kwargs)
+
+
+def _from_pretrained(cls: Any, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    """Load as transformers does; raises CheckpointError where weights of the body or the encoding do not match."""
+    load = cls.posenc_stock.from_pretrained.__func__
+    model, info = load(cls, path, *args, output_loading_info=True, **kwargs)
+    body = "" if model.base_model is model else f"{cls.base_model_prefix}."
+    wrong = {
+        "missing": [key for key in info["missing_keys"] if key.startswith(body)],
+        "unexpected": [key for key in info["unexpected_keys"] if "posenc." in key],
+        "of another shape": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
+    }
+    found = "; ".join(f"{kind}: {', '.join(sorted(keys))}" for kind, keys in wrong.items() if keys)
+    if found:
+        raise CheckpointError(f"the weights in {path} do not fit the model that its config describes ({found})")
+    return (model, info) if output_loading_info else model

@@ -1,0 +1,155 @@
+"""Patch a model in place, undo it, and say beforehand what would change."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.config import EncodingConfig
+from hf_posenc.errors import ConfigError, PatchStateError, UnsupportedFamilyError
+from hf_posenc.family import Family, find_family
+from hf_posenc.surgery import PatchPlan, install, make_plan, record_of, remove
+from hf_posenc.verify import Probe, verify
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+
+def plan(model: PreTrainedModel, config: EncodingConfig, *, family: Family | None = None) -> PatchPlan:
+    """Say what `patch` would change, path by path, and by which route; changes nothing.
+
+    Args:
+        model: a transformers model, with or without a head.
+        config: the encoding to put in, for example `posenc.Alibi()`.
+        family: where positions enter the model, for model types that no record describes.
+
+    Raises:
+        ConfigError: the encoding does not fit the model.
+        UnsupportedFamilyError: the model type is unknown, or the model is not built as its record says.
+        UnsupportedEncodingError: this model cannot carry the encoding correctly.
+        BackendError: the model's attention backend cannot carry it.
+        PatchStateError: the model is patched already, or something holds on to it that would miss the change.
+    """
+    if not isinstance(config, EncodingConfig):
+        raise ConfigError(f"expected an encoding config such as posenc.RoPE(), got: {config!r}")
+    _check_state(model)
+    found = find_family(model.config.model_type) if family is None else family
+    return make_plan(model, config, found)
+
+
+def patch(model: M, config: EncodingConfig, *, family: Family | None = None, verify: bool = True) -> M:
+    """Replace the position encoding of this one model, in place.
+
+    Args:
+        model: a transformers model, with or without a head.
+        config: the encoding to put in.
+        family: where positions enter the model, for model types that no record describes.
+        verify: prove on a short random input that the patch does what it should, and undo it if not. Costs about ten
+            forward passes over at most 16 tokens.
+
+    Returns:
+        The same model.
+
+    Raises:
+        VerificationError: the patched model does not behave as its encoding promises; it is unpatched again.
+        PosencError: what `plan` raises. The model is untouched then.
+    """
+    decided = plan(model, config, family=family)
+    before = Probe(model) if verify else None
+    install(model, decided)
+    if before is not None:
+        try:
+            _verify(model, before=before)
+        except BaseException:
+            remove(model)
+            raise
+    return model
+
+
+_verify = verify  # `patch` has a parameter of that name
+
+
+def unpatch(model: M) -> M:
+    """Undo `patch`: the model is bit for bit what it was, and returned.
+
+    Raises:
+        PatchStateError: the model is not patched, or was loaded with its encoding.
+    """
+    remove(model)
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Tell whether the position encoding of this model was replaced by this package, in this process or before."""
+    return record_of(model) is not None
+
+
+def discover(model: PreTrainedModel) -> Family:
+    """Propose a family record for a model by looking at its modules. It is a guess: print it, check it, pass it on.
+
+    Raises:
+        UnsupportedFamilyError: nothing in the model looks like one attention module per layer.
+    """
+    base = model.base_model
+    counts = Counter(type(module).__name__ for module in base.modules() if "Attention" in type(module).__name__)
+    layers = model.config.num_hidden_layers
+    names = [name for name, count in counts.items() if count == layers and "Cross" not in name]
+    inner = [name for name in names if "Self" in name] or names[-1:]
+    if not inner:
+        raise UnsupportedFamilyError(
+            f"no class of attention module occurs {layers} times in {type(model).__name__}, once per layer; "
+            f"found {dict(counts) or 'none'}."
+        )
+    table = rotary = None
+    offset = 0
+    for path, module in base.named_modules():
+        leaf = path.rsplit(".", 1)[-1]
+        if isinstance(module, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
+            table, offset = path, int(getattr(module, "offset", 0))
+        if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
+            rotary = path
+    padding = base.get_submodule(table).padding_idx if table else None
+    return Family(
+        model_types=(model.config.model_type,),
+        attention=tuple(inner),
+        table=table,
+        table_offset=offset,
+        rotary=rotary,
+        counts_padding=padding is not None,
+        token_type_buffer=any(name.endswith("token_type_ids") for name, _ in base.named_buffers()),
+    )
+
+
+def _check_state(model: object) -> None:
+    """Raise PatchStateError where a patch now would be missed by whoever wrapped or holds the model."""
+    if hasattr(model, "peft_config") or any(type(m).__module__.startswith("peft.") for m in _modules(model)):
+        raise PatchStateError("the model carries PEFT adapters; patch the base model first, then add adapters.")
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedFamilyError(f"expected a transformers PreTrainedModel, got: {type(model).__name__}")
+    if record_of(model) is not None:
+        raise PatchStateError("the model is patched already; call posenc.unpatch(model) first.")
+    if any("_hf_hook" in module.__dict__ for module in model.modules()):
+        raise PatchStateError("accelerate hooks are attached to the model; patch first, then dispatch or prepare it.")
+    parameter = next(model.parameters(), None)
+    if parameter is not None and _is_optimized(parameter):
+        raise PatchStateError(
+            "an optimizer holds the parameters of this model and would go on training the old ones; "
+            "patch first, then create the optimizer."
+        )
+
+
+def _modules(model: object) -> list[nn.Module]:
+    return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
+def _is_optimized(parameter: nn.Parameter) -> bool:
+    """Tell whether a live optimizer has this parameter in one of its groups."""
+    for held in gc.get_referrers(parameter):
+        if isinstance(held, list):
+            for group in gc.get_referrers(held):
+                if isinstance(group, dict) and group.get("params") is held and "lr" in group:
+                    return True
+    return False

@@ -1,0 +1,218 @@
+"""The certificate: did the patch take? Refuses, never warns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.config import Encoding
+from hf_posenc.errors import PatchStateError, VerificationError
+from hf_posenc.interposer import CACHE_ARGUMENTS, interposed
+from hf_posenc.surgery import PatchPlan, attention_modules, record_of
+
+TOKENS = 16
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+HALF_TOLERANCE = 0.1
+"""Largest deviation of the logits that counts as equal, as a share of their largest magnitude."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What was proven of a patched model.
+
+    Attributes:
+        plan: what was changed.
+        findings: name of a check -> what was measured, in the order of the checks.
+    """
+
+    plan: PatchPlan
+    findings: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return one line a finding."""
+        return "\n".join(f"{name}: {value}" for name, value in self.findings.items())
+
+
+class Probe:
+    """A short random input and what a model makes of it.
+
+    Args:
+        model: the model to ask; its mode and the global random state are left as they were.
+
+    Raises:
+        VerificationError: the model's weights are not on a device that can compute.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if next(model.parameters()).is_meta:
+            raise VerificationError("the model lies on the meta device and cannot be tried; patch with verify=False.")
+        config = model.config
+        limit = getattr(config, "max_position_embeddings", TOKENS)
+        padding = getattr(config, "pad_token_id", None)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, config.vocab_size - 1, (1, min(TOKENS, limit // 2)), generator=generator)
+        # every id but the padding one: some models read padding off the ids
+        self.ids = (ids + (ids >= padding) if padding is not None else ids).to(model.device)
+        self.logits = answer(model, self.ids)
+
+
+def answer(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    """Return the first output of a model, (b, n, width) in float64, computed in eval mode without gradients."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(input_ids=ids, **inputs)
+    finally:
+        model.train(training)
+    first: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
+    if first.ndim != 3:  # a classifier's: the body says more
+        return answer(model.base_model, ids, **inputs)
+    return first.double()
+
+
+def verify(model: PreTrainedModel, *, before: Probe | None = None) -> Certificate:
+    """Prove on a short random input that a patched model does what its encoding promises.
+
+    Args:
+        model: a patched model.
+        before: the answer of the same model before it was patched, where it is known.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        PatchStateError: the model is not patched.
+        VerificationError: a promise is broken; the message names the first one.
+    """
+    record = record_of(model)
+    if record is None:
+        raise PatchStateError("the model is not patched; there is nothing to verify.")
+    plan = record.plan
+    certificate = Certificate(plan=plan)
+    probe = Probe(model)
+    tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
+    check = _Checks(certificate.findings, tolerance * max(1.0, float(probe.logits.abs().max())))
+    check.equal("finite", probe.logits.isfinite().all().logical_not().double(), "the logits contain NaN or infinity")
+    if plan.route == "native":
+        _verify_native(model, plan, check)
+    else:
+        _verify_interposed(model, plan, probe, before, check)
+    if plan.geometry.causal:
+        _verify_causal(model, probe, check)
+    _verify_padding(model, probe, check)
+    return certificate
+
+
+class _Checks:
+    """Notes findings and refuses bad ones."""
+
+    def __init__(self, findings: dict[str, str], tolerance: float) -> None:
+        self.findings = findings
+        self.tolerance = tolerance
+
+    def equal(self, name: str, difference: Tensor, meaning: str) -> None:
+        """Refuse where a difference exceeds the tolerance."""
+        size = float(difference.abs().max())
+        if not size <= self.tolerance:
+            raise VerificationError(f"{name}: {meaning} (off by {size:.3g}, at most {self.tolerance:.3g} allowed)")
+        self.findings[name] = f"off by {size:.3g}"
+
+    def differs(self, name: str, difference: Tensor, meaning: str) -> None:
+        """Refuse where there is no difference at all."""
+        size = float(difference.abs().max())
+        if not size > 0.0:
+            raise VerificationError(f"{name}: {meaning}")
+        self.findings[name] = f"differs by {size:.3g}"
+
+
+def _verify_native(model: PreTrainedModel, plan: PatchPlan, check: _Checks) -> None:
+    """Compare the rotary module's table with our own float64 one, at positions up to four times the length."""
+    rotary = plan.family.body_of(model).get_submodule(plan.family.rotary or "")
+    length = plan.geometry.max_position_embeddings
+    ids = torch.tensor([[0, 1, length - 1, length, 4 * length - 1]], device=model.device)
+    states = torch.zeros(1, 1, 1, device=model.device)
+    cos, sin = rotary(states, ids)
+    own: Any = plan.config.build(plan.geometry)
+    expected = own.angles(ids, torch.float64)
+    pairs = len(own.inv_freq)
+    for name, table, exact in (("cosines", cos, expected[0]), ("sines", sin, expected[1])):
+        # transformers takes the phase in float32: the error grows with the position
+        worst = (table[..., :pairs].double() - exact[:, 0]).abs().max() / (1e-6 * 4 * length + 1e-5)
+        check.equal(f"rotary {name}", worst * check.tolerance, "the rotary module did not take the new parameters")
+
+
+def _verify_interposed(
+    model: PreTrainedModel, plan: PatchPlan, probe: Probe, before: Probe | None, check: _Checks
+) -> None:
+    swapped = [
+        module
+        for module in attention_modules(plan.family.body_of(model), plan.family).values()
+        if type(module) is interposed(getattr(module, "posenc_stock", type(module)), plan.config.label)
+    ]
+    if len(swapped) != len(plan.attention):
+        raise VerificationError(f"{len(swapped)} attention modules were replaced, {len(plan.attention)} were planned")
+    check.findings["attention modules"] = str(len(swapped))
+    if before is not None:
+        same = plan.config.name == "learned" and plan.family.table is not None
+        interpolated = getattr(plan.config, "extension", "none") == "interpolate"
+        if same and not interpolated:
+            check.equal("original", probe.logits - before.logits, "the learned rows changed what the model says")
+        else:
+            check.differs("original", probe.logits - before.logits, "the model says exactly what it said before")
+    if plan.config.name != "nope":
+        with _without_positions(plan.family.body_of(model)):
+            bare = answer(model, probe.ids)
+        check.differs("no positions", probe.logits - bare, "the encoding has no effect: the model has no positions")
+
+
+@contextmanager
+def _without_positions(body: Any) -> Iterator[None]:
+    joint = body.posenc_joint
+    joint.override = Encoding()
+    try:
+        yield
+    finally:
+        joint.override = None
+
+
+def _verify_causal(model: PreTrainedModel, probe: Probe, check: _Checks) -> None:
+    ids, cut = probe.ids, probe.ids.shape[1] // 2
+    other = ids.clone()
+    other[:, -1] = ids[:, 0] if int(ids[0, 0]) != int(ids[0, -1]) else ids[:, 1]
+    leak = answer(model, other)[:, :-1] - probe.logits[:, :-1]
+    check.equal("future", leak, "a later token changes what is said before it")
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(input_ids=ids[:, :cut], use_cache=True)
+            name = next((name for name in CACHE_ARGUMENTS if name in output), None)
+            if name is None:
+                check.findings["cache"] = "the model keeps none"
+                return
+            cache = output[name]
+            steps = [output]
+            for step in range(cut, ids.shape[1]):
+                steps.append(model(input_ids=ids[:, step : step + 1], use_cache=True, **{name: cache}))
+    finally:
+        model.train(training)
+    first = "logits" if "logits" in output else "last_hidden_state"
+    cached = torch.cat([step[first] for step in steps], dim=1).double()
+    if cached.shape == probe.logits.shape:
+        check.equal("cache", cached - probe.logits, "decoding with a cache differs from the full forward")
+
+
+def _verify_padding(model: PreTrainedModel, probe: Probe, check: _Checks) -> None:
+    ids = probe.ids
+    padding = getattr(model.config, "pad_token_id", None)
+    pads = torch.full_like(ids[:, :3], padding if padding is not None else 0)
+    mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
+    padded = answer(model, torch.cat([pads, ids], dim=1), attention_mask=mask)
+    check.equal("left padding", padded[:, 3:] - probe.logits, "padding on the left changes what is said")
