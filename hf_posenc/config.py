@@ -107,7 +107,7 @@ class EncodingConfig:
         return self
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
-        """Return transformers' own description of this encoding, or None where transformers cannot compute it."""
+        """Return transformers' own description of this encoding, or None where it is not a rotary one."""
         return None
 
 

@@ -21,6 +21,7 @@ class Family:
         table: path of the table of absolute positions, or None.
         table_offset: rows of that table before the one of position 0.
         rotary: path of the rotary module, or None.
+        partial_rotary: True where the attention modules can rotate a part of the head.
         counts_padding: True where positions are counted over `input_ids != pad_token_id`, and both explicit
             `position_ids` and the rows of the table start at `pad_token_id + 1` (the RoBERTa convention).
         token_type_buffer: True where `token_type_ids` default to a buffer as long as the table.
@@ -32,6 +33,7 @@ class Family:
     table: str | None = None
     table_offset: int = 0
     rotary: str | None = None
+    partial_rotary: bool = False
     counts_padding: bool = False
     token_type_buffer: bool = False
 

@@ -116,9 +116,10 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
     prefix = next(path for path, module in model.named_modules() if module is body)
     prefix = prefix and f"{prefix}."
     changes: dict[str, tuple[str, str]] = {}
-    if family.rotary and config.rope_parameters(geometry):
+    parameters = native_parameters(config, geometry, family)
+    if family.rotary and parameters:
         now = type(body.get_submodule(family.rotary)).__name__
-        changes[prefix + family.rotary] = (_rope_text(rope or {}, now), _rope_text(config.rope_parameters(geometry), now))
+        changes[prefix + family.rotary] = (_rope_text(rope or {}, now), _rope_text(parameters, now))
         return PatchPlan(family=family, config=config, geometry=geometry, route="native", changes=changes)
     # nothing that depends on the length is allocated: the module is built to be asked, on no device
     encoding = _on_meta(config, geometry)
@@ -138,6 +139,20 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
         changes=changes,
         attention=tuple(prefix + path for path in attention),
     )
+
+
+def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family) -> dict[str, Any] | None:
+    """Return the `rope_parameters` with which transformers itself computes an encoding, or None where it cannot.
+
+    It cannot for `dynamic`: transformers takes the base from the length of the call, so that its cached decode and its
+    full forward disagree; the interposer gives every query the base of its own position.
+    """
+    parameters = config.rope_parameters(geometry)
+    if family.rotary is None or parameters is None or parameters["rope_type"] == "dynamic":
+        return None
+    if family.partial_rotary:
+        return parameters
+    return parameters if parameters.pop("partial_rotary_factor") == 1.0 else None
 
 
 def _rope_text(parameters: Any, name: str) -> str:
@@ -165,7 +180,7 @@ def install(model: PreTrainedModel, plan: PatchPlan) -> None:
 def _install_native(model: PreTrainedModel, config: Any, record: _Record) -> None:
     """Write transformers' own rope parameters and rebuild the rotary module, without which they change nothing."""
     plan, body = record.plan, record.plan.family.body_of(model)
-    parameters = plan.config.rope_parameters(plan.geometry) or {}
+    parameters = native_parameters(plan.config, plan.geometry, plan.family) or {}
     config.rope_parameters = parameters
     original = parameters.get("original_max_position_embeddings")
     if original:
@@ -209,6 +224,9 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     if not config.model_type.startswith("posenc_"):
         config.__class__ = config_class(type(config))
     config.posenc = plan.config.to_dict()
+    parameters = plan.config.rope_parameters(plan.geometry)
+    if plan.family.rotary and parameters and parameters["rope_type"] == "dynamic":
+        config.rope_parameters = parameters  # for whoever reads the config; `posenc` is what counts
     rows = plan.config.__dict__.get("max_position_embeddings")
     if rows:
         config.max_position_embeddings = rows + (table_start(plan.family, config) if plan.family.counts_padding else 0)

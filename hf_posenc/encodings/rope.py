@@ -254,22 +254,13 @@ class RoPE(EncodingConfig):
             scaling = {**scaling, _ORIGINAL: scaling.get(_ORIGINAL) or geometry.max_position_embeddings}
         return dataclasses.replace(self, theta=float(theta), partial_rotary_factor=float(factor), scaling=scaling)
 
-    def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
-        """Return transformers' `rope_parameters` for this encoding, complete.
-
-        None for `dynamic`: transformers computes it from the length of the call alone, so that its cached decode and
-        its full forward disagree; here every query keeps the base of its own position.
-        """
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        """Return transformers' `rope_parameters` for this encoding, complete; static NTK is a theta of its own there."""
         scaling, theta = dict(self.scaling or {"rope_type": "default"}), self.theta or 10000.0
-        if scaling["rope_type"] == "dynamic":
-            return None
         if scaling["rope_type"] == "ntk":
             theta = ntk_theta(theta, self.rotary_dim(geometry), scaling["factor"])
             scaling = {"rope_type": "default"}
-        scaling["rope_theta"] = theta
-        if (self.partial_rotary_factor or 1.0) != 1.0:
-            scaling["partial_rotary_factor"] = self.partial_rotary_factor
-        return scaling
+        return {**scaling, "rope_theta": theta, "partial_rotary_factor": self.partial_rotary_factor or 1.0}
 
 
 def _is_number(value: object) -> bool:

@@ -131,9 +131,12 @@ class LengthCurve:
 
 
 def _json_ready(value: Any) -> Any:
+    """Return `value` as JSON knows it: string keys, lists, null for an infinite perplexity."""
     if isinstance(value, dict):
         return {str(key): _json_ready(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, (tuple, list)):
+        return [_json_ready(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _exp(nats: float) -> float:

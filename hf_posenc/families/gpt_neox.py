@@ -9,5 +9,6 @@ register_family(
         model_types=("gpt_neox",),
         attention=("GPTNeoXAttention",),
         rotary="rotary_emb",
+        partial_rotary=True,
     )
 )

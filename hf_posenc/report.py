@@ -1,0 +1,202 @@
+"""Results for readers: JSON that holds everything, a table for the terminal, plots for a page.
+
+Tables and plots are made from curves or from the JSON they were written to, never from numbers typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_posenc.errors import DataError, OutputExistsError
+from hf_posenc.evaluation import LengthCurve
+from hf_posenc.evaluation.curve import versions
+from hf_posenc.plots import plot_lengths
+
+RESULT_NAME = "result.json"
+PLOT_NAME = "perplexity.png"
+TABLE_NAME = "table.txt"
+_SCHEMA = 1
+_BITS_NOTE = "at the longest length within the trained one; compare models of different tokenizers by this"
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def result_header(*, seed: int | None, corpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what every `result.json` begins with.
+
+    Args:
+        seed: the seed of the run, None where nothing was random.
+        corpus: what identifies the texts, such as `data.describe(documents)`.
+    """
+    return {
+        "schema": _SCHEMA,
+        "seed": seed,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "corpus": dict(corpus or {}),
+    }
+
+
+def write_result(path: Path | str, payload: Mapping[str, Any]) -> Path:
+    """Write JSON with sorted keys, whole or not at all, and return its path. Folders are made as needed.
+
+    Raises:
+        ValueError: the payload holds NaN or an infinity, which JSON has no word for.
+    """
+    path = Path(path)
+    text = json.dumps(payload, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, path)  # a reader, or a run that is killed, never sees half a result
+    return path
+
+
+def check_output(folder: Path | str) -> Path:
+    """Return `folder` as a path if it is free to write to.
+
+    Raises:
+        OutputExistsError: it already holds a result, which would be mixed with the new one.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or (folder / RESULT_NAME).exists()):
+        raise OutputExistsError(f"{folder} already holds a result. Give another output folder, or remove this one.")
+    return folder
+
+
+def read_curves(path: Path | str) -> list[LengthCurve]:
+    """Return the curves of a `result.json` (or of the folder it lies in).
+
+    Raises:
+        DataError: there is no such file, or it holds no curves.
+    """
+    path = Path(path)
+    path = path / RESULT_NAME if path.is_dir() else path
+    try:
+        payload = json.loads(path.read_text(encoding="utf-8"))
+        return [LengthCurve.from_dict(item) for item in payload["curves"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} holds no length curves: {error}") from error
+
+
+def write_report(
+    curves: Sequence[LengthCurve],
+    folder: Path | str,
+    *,
+    seed: int | None = None,
+    corpus: Mapping[str, Any] | None = None,
+    title: str = "Perplexity against length",
+) -> Path:
+    """Write `result.json`, `table.txt` and `perplexity.png` into `folder` and return it.
+
+    Raises:
+        OutputExistsError: the folder already holds a result.
+        DataError: there are no curves, or they were measured in different ways.
+    """
+    folder = check_output(folder)
+    payload = result_header(seed=seed, corpus=corpus) | {"curves": [curve.to_dict() for curve in curves]}
+    table = length_table(curves, title=title)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
+        Console(file=file, width=200).print(table)
+    plot_lengths(curves, folder / PLOT_NAME, title=title)
+    write_result(folder / RESULT_NAME, payload)  # last: its presence says that the rest is there
+    return folder
+
+
+def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity against length") -> Table:
+    """Return a table of models by lengths: perplexities, or numbered notes where there is none.
+
+    Raises:
+        DataError: there are no curves, or they were measured in different ways.
+    """
+    check_comparable(curves)
+    lengths = sorted({length for curve in curves for length in curve.lengths})
+    notes = _Notes()
+    table = Table(title=title, caption_justify="left", title_justify="left")
+    table.add_column("model", no_wrap=True)
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    # Perplexities per token of different tokenizers do not compare; bits per byte of the text do.
+    tokenizers_differ = len({count for curve in curves for count in curve.n_tokens.values()}) > 1
+    if tokenizers_differ:
+        table.add_column("bits/byte" + notes.mark(_BITS_NOTE), justify="right", no_wrap=True)
+    for curve in curves:
+        cells = [_cell(curve, length, notes) for length in lengths]
+        if tokenizers_differ:
+            cells.append(_bits_cell(curve))
+        table.add_row(curve.name, *cells)
+    table.caption = "\n".join([*notes.lines(), describe_protocol(curves)])
+    return table
+
+
+def describe_protocol(curves: Sequence[LengthCurve]) -> str:
+    """Return one sentence saying how the numbers were measured."""
+    first = curves[0]
+    cut = "windows that do not overlap" if first.stride is None else f"windows sliding by {first.stride:,} tokens"
+    counts = sorted({count for curve in curves for count in curve.n_tokens.values()})
+    tokens = " to ".join(f"{count:,}" for count in dict.fromkeys(counts[:1] + counts[-1:])) or "no"
+    start = "a BOS token before each" if first.bos_policy == "prepend" else "no BOS token"
+    return f"{cut}; {tokens} tokens scored in {first.n_documents:,} documents, {start}"
+
+
+def check_comparable(curves: Sequence[LengthCurve]) -> None:
+    """Refuse to show side by side what was not measured alike.
+
+    Raises:
+        DataError: there are no curves, two share a name, or texts, protocol, stride or BOS policy differ.
+    """
+    if not curves:
+        raise DataError("There are no curves to show. Evaluate at least one model.")
+    names = [curve.name for curve in curves]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"Several curves are called {', '.join(repeated)}: give each model a name of its own.")
+    for field in ("protocol", "stride", "bos_policy", "text_hash"):
+        found = sorted({str(getattr(curve, field)) for curve in curves})
+        if len(found) > 1:
+            raise DataError(
+                f"These curves differ in {field} ({', '.join(found)}), so their numbers cannot stand side by side. "
+                "Evaluate all models in one run."
+            )
+
+
+class _Notes:
+    """Footnotes, each text once, numbered in the order of first use."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        number = self._numbers.setdefault(text, len(self._numbers) + 1)
+        return str(number).translate(_SUPERSCRIPTS)
+
+    def lines(self) -> list[str]:
+        return [f"{self.mark(text)} {text}" for text in list(self._numbers)]
+
+
+def _cell(curve: LengthCurve, length: int, notes: _Notes) -> str:
+    if length in curve.refused:
+        return f"none{notes.mark(curve.refused[length])}"
+    if length not in curve.ppl:
+        return ""
+    value = curve.ppl[length]
+    text = f"{value:,.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
+    if curve.window[length] < length:
+        text += notes.mark(f"no document is longer than {curve.window[length]:,} tokens")
+    return text
+
+
+def _bits_cell(curve: LengthCurve) -> str:
+    if curve.bits_per_byte is None or curve.reference_length is None:
+        return ""
+    return f"{curve.bits_per_byte[curve.reference_length]:.3f}"
