@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib import patheffects, rc_context, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from hf_posenc.evaluation import LengthCurve, PositionCurve
 
 # Okabe and Ito's palette, without the yellow that vanishes on white; markers tell the lines apart in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
 _MARKERS = ("o", "s", "D", "^", "v", "P", "h")
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib types the keys one by one
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.spines.top": False,
@@ -45,8 +47,7 @@ def plot_lengths(
     ends in a cross that says where.
     """
     with rc_context(_STYLE):
-        figure = Figure(figsize=(9, 5.2), dpi=160, layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = _canvas()
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         for index, curve in enumerate(curves):
@@ -70,8 +71,7 @@ def plot_positions(
 ) -> Path:
     """Draw mean nats per token against position, positions on a log axis, into a PNG and return its path."""
     with rc_context(_STYLE):
-        figure = Figure(figsize=(9, 5.2), dpi=160, layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = _canvas()
         axes.set_xscale("log", base=2)
         ends = []
         for index, curve in enumerate(curves):
@@ -96,6 +96,13 @@ def plot_positions(
         return _save(figure, path)
 
 
+def _canvas() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(9, 5.2), dpi=160, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+    axes = figure.add_subplot()
+    axes.margins(y=0.1)
+    return figure, axes
+
+
 # x, y, text, colour, and whether the line reaches the right edge
 _End = tuple[float, float, str, str, bool]
 
@@ -112,8 +119,13 @@ def _draw_lengths(axes: Axes, curve: LengthCurve, index: int) -> None:
     if bands:
         at, low, high = zip(*bands, strict=True)
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
-    if lengths and curve.refused:
+    if _stops(curve):
         axes.plot(lengths[-1:], values[-1:], color=colour, marker="x", markersize=11, markeredgewidth=2.6, zorder=4)
+
+
+def _stops(curve: LengthCurve) -> bool:
+    """Whether the model has values, and was refused at a length beyond the last of them."""
+    return bool(curve.ppl) and max(curve.refused, default=0) > max(curve.ppl)
 
 
 def _ends(curves: Sequence[LengthCurve]) -> list[_End]:
@@ -123,7 +135,7 @@ def _ends(curves: Sequence[LengthCurve]) -> list[_End]:
         if not curve.ppl:
             continue
         at = max(curve.ppl)
-        text = curve.name if not curve.refused else f"{curve.name}: stops at {at:,}"
+        text = f"{curve.name}: stops at {at:,}" if _stops(curve) else curve.name
         ends.append((at, curve.ppl[at], text, _COLOURS[index % len(_COLOURS)], at == last))
     return ends
 
@@ -185,19 +197,18 @@ def _mark_trained(axes: Axes, lengths: Sequence[int]) -> None:
 def _label_lines(figure: Figure, axes: Axes, ends: Sequence[_End]) -> None:
     """Write each name beside the end of its line, moved apart where they would cover each other."""
     figure.draw_without_rendering()  # fixes the axes, so that data can be turned into points
-    for group, offset in ((True, 8.0), (False, 10.0)):
-        members = sorted((end for end in ends if end[4] is group), key=lambda end: end[1])
-        lowest = -math.inf
-        for x, y, text, colour, _ in members:
-            height = float(axes.transData.transform((x, y))[1]) * 72 / figure.dpi
-            # A line that stops has others going on beside it: its name stands below, where there is room.
-            wanted = height if group else height - _LABEL_POINTS
-            placed = max(wanted, lowest + _LABEL_POINTS)
-            lowest = placed
+    for reaches_edge in (True, False):
+        members = sorted((end for end in ends if end[4] is reaches_edge), key=lambda end: end[1])
+        heights = [float(axes.transData.transform((x, y))[1]) * 72 / figure.dpi for x, y, *_ in members]
+        # A line that stops has others going on beside it: its name stands below, where there is room.
+        drop = 0.0 if reaches_edge else -_LABEL_POINTS
+        placed = _apart([height + drop for height in heights], _LABEL_POINTS)
+        for (x, y, text, colour, _), height, place in zip(members, heights, placed, strict=True):
+            moved = reaches_edge and abs(place - height) > 4
             axes.annotate(
                 text,
                 (x, y),
-                xytext=(offset, placed - height),
+                xytext=(18.0 if reaches_edge else 10.0, place - height),
                 textcoords="offset points",
                 va="center",
                 color=colour,
@@ -205,8 +216,22 @@ def _label_lines(figure: Figure, axes: Axes, ends: Sequence[_End]) -> None:
                 fontsize=9.5,
                 annotation_clip=False,
                 path_effects=_HALO,
+                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkB": 3} if moved else None,
                 zorder=5,
             )
+
+
+def _apart(wanted: Sequence[float], gap: float) -> list[float]:
+    """Return ascending places at least `gap` apart, as near as can be (least squares) to the ascending `wanted`."""
+    # Without the gaps the places need only ascend: neighbours in the wrong order share their mean.
+    blocks: list[list[float]] = []
+    for index, place in enumerate(wanted):
+        blocks.append([place - index * gap])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1].extend(last)
+    level = [fmean(block) for block in blocks for _ in block]
+    return [place + index * gap for index, place in enumerate(level)]
 
 
 def _save(figure: Figure, path: Path | str) -> Path:

@@ -69,6 +69,7 @@ def evaluate_checkpoints(
 
 
 def _load(path: str, device: torch.device) -> tuple[Any, Any]:
+    model: Any
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -76,5 +77,5 @@ def _load(path: str, device: torch.device) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"Cannot load a causal language model and its tokenizer from {path!r}: {error}") from error
+        raise CheckpointError(f"{path!r} holds no causal language model with its tokenizer: {error}") from error
     return model.to(device), tokenizer
