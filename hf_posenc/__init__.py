@@ -8,9 +8,13 @@ from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
 from hf_posenc.errors import PosencError
 from hf_posenc.family import Family, families, register_family
+from hf_posenc.hub.loading import from_pretrained
+from hf_posenc.hub.registration import register_configs
 from hf_posenc.length import max_length
 from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
 from hf_posenc.positions import Geometry, Positions
 from hf_posenc.verify import Certificate, verify
 
 __version__ = "0.1.0"
+
+register_configs()

@@ -18,6 +18,19 @@ from hf_posenc.interposer import check_backend
 
 PREFIX = "posenc_"
 Rebuild = Callable[[PreTrainedModel], None]
+_readers: list[Callable[[type[PreTrainedConfig]], None]] = []
+
+
+def when_read(reader: Callable[[type[PreTrainedConfig]], None]) -> None:
+    """Have `reader` called with the stock config class whenever the config of a patched model is read."""
+    _readers.append(reader)
+
+
+def _from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """Read a config as transformers does, and announce its type."""
+    for reader in _readers:
+        reader(cls.posenc_stock)
+    return cls.posenc_stock.from_dict.__func__(cls, config_dict, **kwargs)
 
 
 @functools.cache
@@ -30,6 +43,7 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "posenc": None,
         "model_type": PREFIX + stock.model_type,
         "posenc_stock": stock,
+        "from_dict": classmethod(_from_dict),
         "__reduce_ex__": lambda self, protocol: (_blank, (config_class, stock), self.__dict__),
     }
     return type(f"Posenc{stock.__name__}", (stock,), body)
