@@ -82,13 +82,14 @@ def geometry_of(model: PreTrainedModel, family: Family) -> Geometry:
     table = body.get_submodule(family.table) if family.table else None
     hidden = config.hidden_size if table is None or isinstance(table, PositionTable) else table.weight.shape[1]
     rope = getattr(config, "rope_parameters", None) or {}
-    length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    length = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    stated = config.max_position_embeddings - (table_start(family, config) if family.counts_padding else 0)
     return Geometry(
         hidden_size=int(hidden),  # type: ignore[arg-type]
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_position_embeddings=int(length) - (table_start(family, config) if family.counts_padding else 0),
+        max_position_embeddings=int(length or stated),
         causal=all(getattr(module, "is_causal", True) for module in attention_modules(body, family).values()),
     )
 
@@ -224,6 +225,8 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     if not config.model_type.startswith("posenc_"):
         config.__class__ = config_class(type(config))
     config.posenc = plan.config.to_dict()
+    # the length that the weights were trained for stays on record when a longer table changes the model's own
+    config.original_max_position_embeddings = plan.geometry.max_position_embeddings
     parameters = plan.config.rope_parameters(plan.geometry)
     if plan.family.rotary and parameters and parameters["rope_type"] == "dynamic":
         config.rope_parameters = parameters  # for whoever reads the config; `posenc` is what counts

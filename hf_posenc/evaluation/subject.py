@@ -67,7 +67,8 @@ def trained_length(model: nn.Module) -> int | None:
     """Return the length the config says the model was trained for: the original one where a scaling records it."""
     config = _text_config(model)
     rope = getattr(config, "rope_parameters", None)
-    original = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
+    scaled = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
+    original = getattr(config, "original_max_position_embeddings", None) or scaled
     stated = original or getattr(config, "max_position_embeddings", None)
     return int(stated) if isinstance(stated, (int, float)) and stated > 0 else None
 
