@@ -112,7 +112,7 @@ def test_gpt2_vocabulary_is_the_genuine_one() -> None:
 def test_smollm2_knows_english(tmp_path: Path) -> None:
     model, tokenizer = checkpoints.smollm2()
     ids = tokenizer(STORY, return_tensors="pt").input_ids
-    assert perplexity(model, ids) < 20
+    assert perplexity(model, ids) < 12
     model.save_pretrained(tmp_path)  # an ordinary Llama, which a model read from GGUF is not
     assert torch.equal(model(ids).logits, type(model).from_pretrained(tmp_path)(ids).logits)
 
