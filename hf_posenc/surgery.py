@@ -229,6 +229,7 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
     parameters = plan.config.rope_parameters(plan.geometry)
     if plan.family.rotary and parameters and parameters["rope_type"] == "dynamic":
+        parameters.pop("original_max_position_embeddings")  # transformers reads it off the model's own length here
         config.rope_parameters = parameters  # for whoever reads the config; `posenc` is what counts
     rows = plan.config.__dict__.get("max_position_embeddings")
     if rows:

@@ -1,0 +1,136 @@
+"""The `hf-posenc` command: inspect, patch, finetune, evaluate, quickstart."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Replace the position encoding of a pretrained model, and measure what happens past its trained length.",
+)
+
+Model = Annotated[str, typer.Argument(help="Checkpoint: a folder or a Hub name.")]
+Encoding = Annotated[str, typer.Option(help="Position encoding to put in; `hf-posenc encodings` lists them.")]
+Options = Annotated[str, typer.Option(help="Fields of the encoding as YAML, such as '{theta: 500000}'.")]
+Output = Annotated[Path, typer.Option(help="New folder to write to.")]
+
+
+@app.command()
+def encodings() -> None:
+    """List the encodings and the model families."""
+    import hf_posenc as posenc
+
+    print("encodings:", ", ".join(posenc.encodings()))
+    print("families:", ", ".join(posenc.families()))
+
+
+@app.command()
+def inspect(
+    model: Model,
+    encoding: Annotated[str | None, typer.Option(help="Also show what putting this encoding in would change.")] = None,
+    options: Options = "{}",
+) -> None:
+    """Show how a model holds positions, how far they reach, and what a patch would change."""
+    import hf_posenc as posenc
+    from hf_posenc.hub.loading import from_pretrained
+
+    loaded = from_pretrained(model)
+    limit = posenc.max_length(loaded)
+    table = Table(show_header=False, box=None)
+    table.add_row("class", type(loaded).__name__)
+    table.add_row("model type", loaded.config.model_type)
+    table.add_row("encoding", str(getattr(loaded.config, "posenc", None) or _own_positions(loaded)))
+    table.add_row("last position", "none: no table ends" if limit is None else str(limit))
+    Console().print(table)
+    if encoding:
+        print(posenc.plan(loaded, posenc.encoding(encoding, **_fields(options))))
+
+
+def _own_positions(model: Any) -> str:
+    from hf_posenc.family import find_family
+
+    family = find_family(model.config.model_type)
+    if family.rotary:
+        return f"rotary, {model.config.rope_parameters}"
+    return f"{type(family.body_of(model).get_submodule(family.table)).__name__} at {family.table}"
+
+
+@app.command()
+def patch(model: Model, encoding: Encoding, output: Output, options: Options = "{}") -> None:
+    """Put an encoding into a model without training it, and save the result with its tokenizer."""
+    from transformers import AutoTokenizer
+
+    import hf_posenc as posenc
+    from hf_posenc.errors import OutputExistsError
+
+    if output.exists() and any(output.iterdir()):
+        raise OutputExistsError(f"{output} exists and is not empty. Give another output folder, or remove this one.")
+    config = posenc.encoding(encoding, **_fields(options))
+    loaded = posenc.from_pretrained(model)
+    print(posenc.plan(loaded, config))
+    posenc.patch(loaded, config)
+    print(posenc.verify(loaded))
+    loaded.save_pretrained(output)
+    try:
+        AutoTokenizer.from_pretrained(model).save_pretrained(output)
+    except (OSError, ValueError) as error:
+        print(f"no tokenizer was saved, since {model} has none: {error}")
+    print(f"saved to {output}")
+
+
+def _fields(options: str) -> dict[str, Any]:
+    from hf_posenc.errors import ConfigError
+
+    try:
+        fields = yaml.safe_load(options) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--options is not YAML: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--options must be a mapping such as '{{theta: 500000}}', was: {options!r}")
+    return fields
+
+
+@app.command()
+def quickstart(
+    output: Output = Path("quickstart"),
+    steps: Annotated[int, typer.Option(help="Training steps of every model, 4,096 tokens each.")] = 200,
+) -> None:
+    """Patch, fine-tune and measure the small bundled model; ends with a table and a plot."""
+    from hf_posenc.quickstart import quickstart as run
+
+    run(output, steps=steps)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def finetune(context: typer.Context) -> None:
+    """Fine-tune by YAML and flags; `hf-posenc finetune --help` lists them."""
+    from hf_posenc.conversion.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def evaluate(context: typer.Context) -> None:
+    """Measure several saved models into one table and one plot; `hf-posenc evaluate --help` lists the flags."""
+    from hf_posenc.evaluation.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+def main() -> None:
+    """Run the command; errors of this package are one line and exit status 2."""
+    from hf_posenc.errors import PosencError
+
+    try:
+        app()
+    except PosencError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,191 @@
+"""The main job on the embedded default: patch, fine-tune, measure past the trained length, save, write it all down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_posenc.config import EncodingConfig
+from hf_posenc.conversion.finetune import finetune
+from hf_posenc.conversion.finetune_config import FinetuneConfig
+from hf_posenc.data import HELD_OUT, describe, load_documents
+from hf_posenc.encodings.alibi import Alibi
+from hf_posenc.encodings.learned import Learned
+from hf_posenc.encodings.nope import NoPE
+from hf_posenc.encodings.rope import RoPE
+from hf_posenc.evaluation import LengthCurve, perplexity_by_length
+from hf_posenc.hub.card import model_card
+from hf_posenc.patching import is_patched, patch, unpatch
+from hf_posenc.report import RESULT_NAME, check_output, length_table, write_report
+
+BASE = str(files("hf_posenc") / "assets" / "tiny-gpt2")
+LENGTH = 128
+LENGTHS = tuple(LENGTH * 2**step for step in range(5))
+TOKENS_A_STEP = 4096
+CHARACTERS = 16_000
+"""Shorter held-out files are left out: most windows of the longest kind are to be full of text."""
+TITLE = "Perplexity past the trained length, before and after the positions are replaced"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of the comparison.
+
+    Attributes:
+        label: its name in table and plot.
+        encoding: what replaces the learned positions before fine-tuning; None leaves them.
+        afterwards: label -> encoding put into the fine-tuned model for measuring, without further training.
+    """
+
+    label: str
+    encoding: EncodingConfig | None
+    afterwards: dict[str, EncodingConfig] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant(
+        "original",
+        None,
+        {
+            "original, table tiled": Learned(max_position_embeddings=LENGTHS[-1], extension="tile"),
+            "original, table interpolated": Learned(max_position_embeddings=LENGTHS[-1], extension="interpolate"),
+        },
+    ),
+    Variant("NoPE", NoPE()),
+    Variant("RoPE", RoPE(), {"RoPE, YaRN x16": RoPE(scaling={"rope_type": "yarn", "factor": 16.0})}),
+    Variant("ALiBi", Alibi()),
+)
+
+
+def quickstart(
+    output: str | Path, *, steps: int = 200, learning_rate: float = 1e-3, documents: int = 16, seed: int = 0
+) -> Path:
+    """Run the comparison, print its tables, and return the folder it was written to.
+
+    Args:
+        output: new folder for `result.json`, table, plot, card and the fine-tuned models.
+        steps: optimizer steps of every model, of 4,096 tokens each.
+        learning_rate: peak of the cosine schedule.
+        documents: number of held-out files that are measured.
+        seed: of the order of rows.
+
+    Raises:
+        OutputExistsError: the folder holds a result already.
+        ConfigError: a number that cannot be used.
+    """
+    folder, console = check_output(output), Console()
+    held_out = load_documents("embedded", split=HELD_OUT, min_characters=CHARACTERS)[:documents]
+    texts = [document.text for document in held_out]
+    curves: list[LengthCurve] = []
+    records: dict[str, Any] = {}
+    before: dict[str, float] = {}
+    for number, variant in enumerate(VARIANTS, 1):
+        console.rule(f"{number} of {len(VARIANTS)}: {variant.label}", align="left")
+        before[variant.label] = _before(variant, texts)
+        console.print(f"perplexity before training {before[variant.label]:.2f}; {steps * TOKENS_A_STEP:,} tokens follow")
+        run = finetune(_run_config(variant, folder, steps=steps, learning_rate=learning_rate, seed=seed))
+        records[variant.label] = run.record
+        for label, model in _stages(variant, run.model):
+            curves.append(_measure(model, texts, LENGTHS, label))
+    recovery = _recovery(curves, before)
+    budget = {"steps": steps, "tokens": steps * TOKENS_A_STEP, "length": LENGTH, "learning_rate": learning_rate}
+    corpus = describe(held_out) | {"source": "Python standard library, held-out modules"}
+    write_report(
+        curves,
+        folder,
+        seed=seed,
+        corpus=corpus,
+        title=TITLE,
+        extra={"budget": budget, "recovery": recovery, "runs": records, "command": "make quickstart"},
+    )
+    _write_card(folder)
+    console.print(_recovery_table(recovery, steps * TOKENS_A_STEP), "", length_table(curves, title=TITLE))
+    console.print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    return folder
+
+
+def _load_base() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(BASE, dtype="float32")
+    return model
+
+
+def _before(variant: Variant, texts: list[str]) -> float:
+    """Return the perplexity at the trained length right after patching, before any training."""
+    model = _load_base()
+    if variant.encoding is not None:
+        patch(model, variant.encoding)
+    return _measure(model, texts, (LENGTH,), variant.label).ppl[LENGTH]
+
+
+def _run_config(variant: Variant, folder: Path, *, steps: int, learning_rate: float, seed: int) -> FinetuneConfig:
+    chosen = variant.encoding
+    return FinetuneConfig(
+        model=BASE,
+        output_dir=str(folder / "models" / variant.label.lower()),
+        encoding=chosen and chosen.name,
+        encoding_options=asdict(chosen) if chosen else {},
+        length=LENGTH,
+        max_steps=steps,
+        per_device_train_batch_size=TOKENS_A_STEP // LENGTH,
+        learning_rate=learning_rate,
+        save_steps=steps,
+        seed=seed,
+    )
+
+
+def _stages(variant: Variant, model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yield the fine-tuned model as it is, then with each encoding that is only put in for measuring."""
+    yield variant.label, model
+    for label, config in variant.afterwards.items():
+        if is_patched(model):
+            unpatch(model)
+        yield label, patch(model, config)
+
+
+def _measure(model: PreTrainedModel, texts: list[str], lengths: Sequence[int], label: str) -> LengthCurve:
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    return perplexity_by_length(model, texts, lengths, tokenizer=tokenizer, name=label, batch_size=4)
+
+
+def _recovery(curves: Sequence[LengthCurve], before: dict[str, float]) -> list[dict[str, Any]]:
+    """Return, for each fine-tuned model, how far it came back to the original trained on the same tokens."""
+    after = {curve.name: curve.ppl[LENGTH] for curve in curves}
+    rows = []
+    for label, start in before.items():
+        lost = start - after["original"]
+        recovered = (start - after[label]) / lost if label != "original" and lost > 0 else None
+        rows.append(
+            {
+                "name": label,
+                "before": start,
+                "after": after[label],
+                "ratio": after[label] / after["original"],
+                "recovered": recovered,
+            }
+        )
+    return rows
+
+
+def _recovery_table(recovery: list[dict[str, Any]], tokens: int) -> Table:
+    table = Table(title=f"Recovery at {LENGTH} tokens after {tokens:,} training tokens", title_justify="left")
+    for column in ("model", "before", "after", "of the original", "recovered"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in recovery:
+        recovered = "" if row["recovered"] is None else f"{row['recovered']:.1%}"
+        table.add_row(row["name"], f"{row['before']:.2f}", f"{row['after']:.2f}", f"{row['ratio']:.3f}", recovered)
+    return table
+
+
+def _write_card(folder: Path) -> None:
+    """Write README.md from `result.json`, which stands already."""
+    result = json.loads((folder / RESULT_NAME).read_text(encoding="utf-8"))
+    card = model_card(result, name="hf-posenc quickstart", licence="apache-2.0")
+    (folder / "README.md").write_text(card, encoding="utf-8")
