@@ -19,11 +19,12 @@ ROOT = Path(__file__).parents[1]
 # not see each other, nor do families. The public root ("") stands on top.
 FLOORS = [
     *("errors", "registry positions", "config family", "encodings families", "length", "interposer declared", "inputs"),
-    *("modeling", "surgery", "verify", "patching", "hub", "data evaluation", "report", "conversion quickstart", "cli"),
+    *("modeling", "surgery", "verify", "patching", "data evaluation", "plots", "report", "hub", "conversion"),
+    *("quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {"interposer", "declared", "inputs", "modeling", "surgery", "verify", "patching", "hub"}
-MEASURES = {"data", "evaluation", "report"}  # so that the base and the patched model are measured by the same code
+MEASURES = {"data", "evaluation", "plots", "report"}  # one code for base and patched model
 STRANGERS = {"encodings": {"transformers"}, "families": {"torch", "transformers"}}
 SEAM = re.compile(r"\bAttentionInterface\b|\bALL_ATTENTION_FUNCTIONS\b")
 VAGUE = {"common", "helper", "helpers", "misc", "util", "utils"}
