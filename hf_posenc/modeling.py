@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.errors import CheckpointError
 from hf_posenc.inputs import positioned_forward
 from hf_posenc.interposer import check_backend
+from hf_posenc.length import table_start
 
 PREFIX = "posenc_"
 Rebuild = Callable[[PreTrainedModel], None]
@@ -71,6 +72,7 @@ def model_class(stock: type[PreTrainedModel], rebuild: Rebuild) -> type[PreTrain
         "posenc_stock": stock,
         "set_attn_implementation": _set_attn_implementation,
         "from_pretrained": classmethod(_from_pretrained),
+        "_prepare_position_ids_for_generation": _positions_for_generation,
         "__reduce_ex__": lambda self, protocol: (_blank, (model_class, stock, rebuild), self.__dict__),
     }
     return type(f"Posenc{stock.__name__}", (stock,), body)
@@ -88,6 +90,13 @@ def _set_attn_implementation(self: Any, attn_implementation: str | dict[str, Any
     for backend in asked.values():
         check_backend(self.posenc_joint.encoding, backend)
     self.posenc_stock.set_attn_implementation(self, attn_implementation, *args, **kwargs)
+
+
+def _positions_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the `position_ids` of `generate`, which starts at 0 whatever the model's own convention is."""
+    ids = self.posenc_stock._prepare_position_ids_for_generation(self, *args, **kwargs)
+    family = self.posenc_joint.body.posenc_family
+    return ids + table_start(family, self.config) if family.counts_padding else ids
 
 
 def _from_pretrained(cls: Any, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -159,4 +159,37 @@ def largest(difference: Tensor) -> float:
     return float(difference.abs().max())
 
 
-Check = Callable[[PreTrainedModel], None]
+def cells(subjects: list[str], specs: list[str]) -> list[Any]:
+    """Parameters for `subject, spec`: every pair, named."""
+    return [pytest.param(subject, spec, id=f"{subject}-{spec}") for subject in subjects for spec in specs]
+
+
+def reach(spec: str, length: int) -> int:
+    """The length in tokens, at most that the encoding can express."""
+    return min(length, TRAINED) if spec == "learned" else length
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in a model's output, whatever this version of transformers calls it."""
+    return next(output[name] for name in ("cache", "past_key_values") if name in output)
+
+
+def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Equal up to rounding, which is measured against the largest magnitude; NaN equals nothing."""
+    assert found.shape == expected.shape
+    allowed = tolerance * max(1.0, largest(expected))
+    assert largest(found - expected) <= allowed
+
+
+def in_steps(model: PreTrainedModel, ids: Tensor, sizes: list[int], cache: Any, **inputs: Any) -> Tensor:
+    """The logits of consecutive calls over chunks of these sizes with one cache, (rows, sum(sizes), width).
+
+    A 2-D mask is cut at the end of each chunk, `position_ids` at both ends.
+    """
+    said, start = [], 0
+    for size in sizes:
+        end = start + size
+        cut = {name: value[:, :end] if name == "attention_mask" else value[:, start:end] for name, value in inputs.items()}
+        said.append(logits(model, ids[:, start:end], past_key_values=cache, use_cache=True, **cut))
+        start = end
+    return torch.cat(said, dim=1)
