@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -76,7 +77,7 @@ def plot_positions(
         ends = []
         for index, curve in enumerate(curves):
             # Position p has p tokens before its input; counting from 1 keeps the first one on a log axis.
-            middles = [math.sqrt((a + 1) * b) for a, b in zip(curve.edges, curve.edges[1:], strict=False)]
+            middles = [math.sqrt((a + 1) * b) for a, b in pairwise(curve.edges)]
             colour = _COLOURS[index % len(_COLOURS)]
             axes.plot(middles, curve.nll, color=colour, linewidth=2)
             if curve.low is not None and curve.high is not None:
@@ -112,6 +113,8 @@ def _draw_lengths(axes: Axes, curve: LengthCurve, index: int) -> None:
     colour = _COLOURS[index % len(_COLOURS)]
     marker = _MARKERS[index % len(_MARKERS)]
     values = [curve.ppl[length] for length in lengths]
+    if not values:
+        return
     axes.plot(
         lengths, values, color=colour, marker=marker, markersize=5.5, linewidth=2, markeredgecolor="white", zorder=3
     )
@@ -153,12 +156,17 @@ def _subtitle(curves: Sequence[LengthCurve]) -> str:
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    """Put a tick at each length and keep all of them in view, also those that have no value."""
+    margin = max((lengths[-1] / lengths[0]) ** 0.05, 1.1)
+    axes.set_xlim(lengths[0] / margin, lengths[-1] * margin)
     axes.xaxis.set_major_locator(ticker.FixedLocator([float(length) for length in lengths]))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{int(value):,}"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _value_axis(axes: Axes) -> None:
+    if not axes.lines:  # every model was refused everywhere: the subtitle says so
+        axes.set_ylim(1.0, 10.0)
     low, high = axes.get_ylim()
     steps = (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 4, 5, 7)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

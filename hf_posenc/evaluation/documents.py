@@ -32,6 +32,7 @@ class Corpus:
     documents: list[torch.Tensor]
     n_bytes: int | None
     digest: str
+    bos_policy: str
 
     @property
     def n_targets(self) -> int:
@@ -88,7 +89,7 @@ def prepare(
         )
     texts = all(isinstance(document, str) for document in documents)
     digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    return Corpus(documents=rows, n_bytes=n_bytes if texts else None, digest=digest)
+    return Corpus(documents=rows, n_bytes=n_bytes if texts else None, digest=digest, bos_policy=bos_policy)
 
 
 def _bos_prefix(bos_policy: str, tokenizer: PreTrainedTokenizerBase | None, bos_token_id: int | None) -> int | None:

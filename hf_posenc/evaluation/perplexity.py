@@ -86,25 +86,7 @@ def perplexity_by_length(
     check_batch_size(batch_size)
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy)
     plan = _Plan(corpus, protocol, stride, batch_size, processes)
-    scores, refused = _measure(model, plan, ordered)
-    return LengthCurve(
-        name=name or model_name(model),
-        lengths=tuple(ordered),
-        nll_sum={length: math.fsum(score.nll for score in found) for length, found in scores.items()},
-        n_tokens={length: sum(score.n_tokens for score in found) for length, found in scores.items()},
-        stderr={length: _standard_error(found) for length, found in scores.items()},
-        window={length: min(length, corpus.longest) for length in scores},
-        refused=refused,
-        trained_length=trained_length(model),
-        protocol=protocol,
-        stride=stride,
-        bos_policy=bos_policy,
-        n_documents=len(corpus.documents),
-        n_bytes=corpus.n_bytes,
-        text_hash=corpus.digest,
-        dtype=dtype_name(model),
-        versions=versions(),
-    )
+    return _curve(model, name or model_name(model), plan, ordered)
 
 
 @dataclass(frozen=True)
@@ -141,6 +123,29 @@ class _Plan:
         return tqdm(
             total=own * n_lengths, desc="perplexity", unit="tok", unit_scale=True, delay=_PROGRESS_DELAY, disable=hidden
         )
+
+
+def _curve(model: nn.Module, name: str, plan: _Plan, lengths: list[int]) -> LengthCurve:
+    scores, refused = _measure(model, plan, lengths)
+    corpus = plan.corpus
+    return LengthCurve(
+        name=name,
+        lengths=tuple(lengths),
+        nll_sum={length: math.fsum(score.nll for score in found) for length, found in scores.items()},
+        n_tokens={length: sum(score.n_tokens for score in found) for length, found in scores.items()},
+        stderr={length: _standard_error(found) for length, found in scores.items()},
+        window={length: min(length, corpus.longest) for length in scores},
+        refused=refused,
+        trained_length=trained_length(model),
+        protocol=plan.protocol,
+        stride=plan.stride,
+        bos_policy=corpus.bos_policy,
+        n_documents=len(corpus.documents),
+        n_bytes=corpus.n_bytes,
+        text_hash=corpus.digest,
+        dtype=dtype_name(model),
+        versions=versions(),
+    )
 
 
 def _measure(

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from hf_posenc.errors import DataError, OutputExistsError
 from hf_posenc.evaluation import LengthCurve
@@ -96,8 +97,11 @@ def write_report(
     seed: int | None = None,
     corpus: Mapping[str, Any] | None = None,
     title: str = "Perplexity against length",
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `result.json`, `table.txt` and `perplexity.png` into `folder` and return it.
+
+    `extra` goes into the JSON beside the curves.
 
     Raises:
         OutputExistsError: the folder already holds a result.
@@ -105,6 +109,7 @@ def write_report(
     """
     folder = check_output(folder)
     payload = result_header(seed=seed, corpus=corpus) | {"curves": [curve.to_dict() for curve in curves]}
+    payload |= extra or {}
     table = length_table(curves, title=title)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
@@ -114,8 +119,10 @@ def write_report(
     return folder
 
 
-def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity against length") -> Table:
-    """Return a table of models by lengths: perplexities, or numbered notes where there is none.
+def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity against length") -> Group:
+    """Return, for rich to print, a table of models by lengths and below it the notes its numbers refer to.
+
+    A cell holds the perplexity, or "none" with the number of the note that gives the reason.
 
     Raises:
         DataError: there are no curves, or they were measured in different ways.
@@ -123,7 +130,7 @@ def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity agai
     check_comparable(curves)
     lengths = sorted({length for curve in curves for length in curve.lengths})
     notes = _Notes()
-    table = Table(title=title, caption_justify="left", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("model", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
@@ -136,8 +143,8 @@ def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity agai
         if tokenizers_differ:
             cells.append(_bits_cell(curve))
         table.add_row(curve.name, *cells)
-    table.caption = "\n".join([*notes.lines(), describe_protocol(curves)])
-    return table
+    # Not the table's own caption, which is wrapped to the width of the table.
+    return Group(table, *(Text(line) for line in [*notes.lines(), describe_protocol(curves)]))
 
 
 def describe_protocol(curves: Sequence[LengthCurve]) -> str:

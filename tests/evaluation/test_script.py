@@ -1,0 +1,94 @@
+"""`scripts/evaluate.py` from the command line, alone and under `accelerate launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.evaluation.models import gpt2, llama
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "evaluate.py"
+LAUNCH_TWO = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+LAUNCH_TWO += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+LAUNCH_TWO += [str(SCRIPT)]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two saved models with tokenizers and seven texts of different lengths."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    characters = ["Ġ", *map(chr, range(33, 127))]  # ASCII in the byte-level alphabet, where a space is written Ġ
+    core = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(characters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name, build in (("gpt2", gpt2), ("llama", llama)):
+        build().save_pretrained(folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder / name)
+    for index in range(7):
+        text = f"Document {index} says " + "the same thing again, " * (index + 1)
+        (folder / f"{index}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def arguments(material: Path, output: Path) -> list[str]:
+    """The command line that evaluates the material into `output`."""
+    models_ = ["--model", f"a={material / 'gpt2'}", "--model", f"b={material / 'llama'}"]
+    return [*models_, "--lengths", "128", "32", "--documents", str(material / "*.txt"), "--output", str(output)]
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, command_line: list[str]) -> int:
+    """Run the script's `main` in this process."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command_line])
+    status: int = runpy.run_path(str(SCRIPT))["main"]()
+    return status
+
+
+def test_two_processes_give_the_numbers_of_one(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_here(monkeypatch, arguments(material, one)) == 0
+    printed = capsys.readouterr().out
+    assert "none¹" in printed
+    assert "no position 65" in printed
+
+    launched = subprocess.run(
+        [*LAUNCH_TWO, *arguments(material, two)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=300,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("none¹") == 1  # one process prints
+    first, second = (json.loads((folder / "result.json").read_text(encoding="utf-8")) for folder in (one, two))
+    assert first == second
+    assert [curve["n_documents"] for curve in second["curves"]] == [7, 7]
+    assert (two / "perplexity.png").stat().st_size > 10_000
+
+
+def test_errors_are_one_line_and_come_before_any_work(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "result.json").write_text("{}", encoding="utf-8")
+    assert run_here(monkeypatch, arguments(material, tmp_path)) == 2
+    assert "already holds a result" in capsys.readouterr().err
+    fresh = arguments(material, tmp_path / "fresh")
+    for wrong, message in (
+        (["--model", f"a={material / 'llama'}"], "Two models are called 'a'"),
+        (["--model", f"c={tmp_path}"], "no causal language model"),
+        (["--protocol", "sliding"], "needs stride="),
+    ):
+        assert run_here(monkeypatch, [*fresh, *wrong]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "fresh").exists()
