@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from peft import LoraConfig, TaskType, get_peft_model
-from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 ENCODING = "posenc"  # the name of the encoding's submodule in a patched base model
 
@@ -18,13 +18,15 @@ def add_lora(model: PreTrainedModel, *, rank: int) -> Any:
     An encoding's own parameters are trained in full and saved with the adapter: peft on its own would freeze them,
     and leave them out of what it saves.
     """
-    encoding = [name for name, module in model.named_modules() if _is_encoding(name) and _has_parameters(module)]
+    encodings = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ENCODING]
+    learned = any(next(module.parameters(), None) is not None for module in encodings)
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
-        exclude_modules=rf"(.*\.)?{ENCODING}(\..*)?",
-        modules_to_save=[ENCODING] if encoding else None,
+        exclude_modules=rf"(.*\.)?{ENCODING}(\..*)?" if encodings else None,
+        modules_to_save=[ENCODING] if learned else None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores (in, out)
         task_type=TaskType.CAUSAL_LM,
     )
     return get_peft_model(model, config)
@@ -35,11 +37,3 @@ def save_and_merge(model: Any, folder: Path | None) -> PreTrainedModel:
     if folder is not None:
         model.save_pretrained(folder)
     return cast(PreTrainedModel, model.merge_and_unload())
-
-
-def _is_encoding(name: str) -> bool:
-    return name.rpartition(".")[2] == ENCODING
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

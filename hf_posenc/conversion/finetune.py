@@ -72,6 +72,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
     run = _prepare(config)
     folder = Path(config.output_dir)
     checkpoint = last_checkpoint(folder) if resume else None
+    uses_cache = run.model.config.use_cache
     trainer = Trainer(
         model=run.model,
         args=_training_arguments(config),
@@ -81,11 +82,13 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
     if trainer.is_world_process_zero():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-    uses_cache = run.model.config.use_cache
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     seconds = time.perf_counter() - start
-    run.model.config.use_cache = uses_cache  # the Trainer turns it off, also in what is saved
+    # What the Trainer set for training would otherwise be saved with the model, or slow its use.
+    run.model.config.use_cache = uses_cache
+    if config.gradient_checkpointing:
+        run.model.gradient_checkpointing_disable()
     record = run.facts | _outcome(
         config, trainer, length=run.rows.report.length, seconds=seconds, checkpoint=checkpoint
     )
@@ -201,8 +204,7 @@ def _training_arguments(config: FinetuneConfig) -> TrainingArguments:
         lr_scheduler_type="cosine",
         warmup_steps=min(config.warmup_steps, config.max_steps // 2),
         weight_decay=config.weight_decay,
-        gradient_checkpointing=config.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        **_checkpointing(config),
         bf16=config.bf16 and on_cuda and torch.cuda.is_bf16_supported(),
         save_steps=config.save_steps,
         save_total_limit=2,  # a kill while the newest is written leaves the one before
@@ -212,6 +214,15 @@ def _training_arguments(config: FinetuneConfig) -> TrainingArguments:
         report_to="none",
         seed=config.seed,
     )
+
+
+def _checkpointing(config: FinetuneConfig) -> dict[str, Any]:
+    """Return the arguments that ask for it, which transformers 5.24 renamed; none where nobody does."""
+    if not config.gradient_checkpointing:
+        return {}
+    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 
 def _tokens_a_step(config: FinetuneConfig, length: int, processes: int) -> int:
