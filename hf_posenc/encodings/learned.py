@@ -58,10 +58,10 @@ class LearnedEncoding(Encoding):
         """
         rows = self.weight.shape[0]
         if not torch.compiler.is_compiling() and not position_ids.is_meta and position_ids.numel():
-            last = int(position_ids.max())
-            if last >= rows:
+            first, last = (int(end) for end in position_ids.aminmax())
+            if first < 0 or last >= rows:
                 raise LengthError(
-                    f"no position {last + 1}: learned table has {rows} rows. Shorten the input, extend the table with "
+                    f"no position {(first if first < 0 else last) + 1}: learned table has {rows} rows. Shorten the input, extend the table with "
                     "Learned(max_position_embeddings=..., extension=...), or patch in an encoding without an end."
                 )
         return nn.functional.embedding(position_ids, self.weight)

@@ -54,7 +54,9 @@ def left_padded(model: PreTrainedModel, ids: Tensor, pad: int) -> tuple[Tensor, 
     return torch.cat([pads, ids], dim=1), torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
 
 
-@pytest.mark.parametrize(("backend", "cache"), [("eager", dynamic), ("sdpa", static)], ids=["eager-dynamic", "sdpa-static"])
+@pytest.mark.parametrize(
+    ("backend", "cache"), [("eager", dynamic), ("sdpa", static)], ids=["eager-dynamic", "sdpa-static"]
+)
 @pytest.mark.parametrize(("subject", "spec"), cells(CAUSAL, list(SPECS)))
 def test_chunks_and_steps_equal_the_full_forward(subject, spec, backend, cache) -> None:  # type: ignore[no-untyped-def]
     model = patched(subject, spec, backend)
