@@ -1,9 +1,9 @@
 """Negative log-likelihood of given tokens under any causal language model, without the logits of a whole sequence.
 
 The logits of 16,384 tokens over 50,257 words take 3.1 GiB, the hidden states before them 48 MiB. So the model runs once
-with its output head fed a single row, the head's real input is kept, and the head then runs on pieces of it. Both go
-through the model's own forward and a hook on the head's input: whatever a model does before its head (a projection)
-or after it (soft-capping, scaling) is done by the model itself, and no family needs code of its own.
+with its output head fed the first piece of rows, the head's whole input is kept, and the head then runs on the other
+pieces. Both go through the model's own forward and a hook on the head's input: whatever a model does before its head
+(a projection) or after it (soft-capping, scaling) is done by the model itself, and no family needs code of its own.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Scorer:
                 "one row a token is needed."
             )
         _check_causal(self._logits, probe, logits, type(model).__name__)
+        self._piece = max(_MIN_PIECE_ROWS, _PIECE_NUMBERS // logits.shape[-1])
         if self._head is not None and not self._pieces_agree(probe, logits):
             self._head = None
 
@@ -86,14 +87,11 @@ class Scorer:
         inputs, targets = tokens[:, :-1], tokens[:, -scored:].flatten()
         if self._head is None:
             return token_nll(self._logits(inputs)[:, -scored:].flatten(0, 1), targets).view(-1, scored)
-        rows = self._hidden(inputs)[:, -scored:].flatten(0, 1)  # (b * scored, hidden)
-        pieces: list[torch.Tensor] = []
-        size, first = _MIN_PIECE_ROWS, 0
-        while first < len(rows):
-            logits = self._replay(inputs[:1, :1], rows[first : first + size])
-            pieces.append(token_nll(logits, targets[first : first + size]))
-            first += size
-            size = max(_MIN_PIECE_ROWS, _PIECE_NUMBERS // logits.shape[-1])
+        rows, logits = self._run(inputs, scored)
+        pieces = [token_nll(logits, targets[: self._piece])]
+        for first in range(self._piece, len(rows), self._piece):
+            logits = self._replay(inputs[:1, :1], rows[first : first + self._piece])
+            pieces.append(token_nll(logits, targets[first : first + self._piece]))
         return torch.cat(pieces).view(-1, scored)
 
     def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -105,17 +103,20 @@ class Scorer:
             )
         return logits
 
-    def _hidden(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what the head is given for `inputs`: (b, n) -> (b, n, hidden); the head itself sees one row."""
+    def _run(self, inputs: torch.Tensor, scored: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model on `inputs` (b, n), its head on the first piece of the scored rows only.
+
+        Returns what the head was to be given for all scored rows, (b * scored, hidden), and the first piece's logits.
+        """
         kept: list[torch.Tensor] = []
 
         def keep(states: torch.Tensor) -> torch.Tensor:
-            kept.append(states)
-            return states[:, -1:]
+            kept.append(states[:, -scored:].flatten(0, 1))
+            return kept[0][None, : self._piece]
 
         with _head_input(self._head, keep):
-            self._model(input_ids=inputs, use_cache=False)
-        return kept[0]
+            logits = self._logits(inputs)[0]
+        return kept[0], logits
 
     def _replay(self, token: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the model's logits (n, vocabulary) for head inputs `rows` (n, hidden); `token` (1, 1) is a dummy."""
@@ -133,8 +134,11 @@ class Scorer:
             self._logits(probe)
         if len(seen) != 1 or len(seen[0]) != 3 or seen[0][:2] != probe.shape:
             return False
-        replayed = self._replay(probe[:, :1], self._hidden(probe)[0])
-        return replayed.shape == logits.shape[1:] and _close(replayed, logits[0])
+        rows, first = self._run(probe, probe.shape[1])
+        replayed = self._replay(probe[:, :1], rows)
+        return (
+            first.shape == replayed.shape == logits.shape[1:] and _close(first, replayed) and _close(first, logits[0])
+        )
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
