@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -60,7 +61,7 @@ class FinetuneConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> FinetuneConfig:
-        """Build a config from parsed YAML or flags, where numbers such as `1e-3` may still be strings.
+        """Build a config from named values, checking the names first.
 
         Raises:
             ConfigError: unknown or missing keys, or a value that does not fit.
@@ -72,7 +73,7 @@ class FinetuneConfig:
         missing = [name for name in ("model", "output_dir") if name not in values]
         if missing:
             raise ConfigError(f"{' and '.join(missing)} must be given, in the YAML file or as a flag.")
-        return cls(**{name: _read(value, _members(hints[name])) for name, value in values.items()})
+        return cls(**values)
 
     def to_yaml(self) -> str:
         """Return the YAML text that `read_config` turns back into an equal config."""
@@ -94,15 +95,13 @@ _LOWEST: dict[str, float] = {
 
 
 def read_config(path: str | Path | None, flags: Mapping[str, str] | None = None) -> FinetuneConfig:
-    """Read a YAML file (or none) and override it by flags, whose values are YAML too: `--bf16 false`.
+    """Read a YAML file (or none) and override it by flags: `{"bf16": "false"}`. Flags are YAML too, names are literal.
 
     Raises:
         ConfigError: the file is missing or is no mapping, or its content or a flag does not fit `FinetuneConfig`.
     """
     values = {} if path is None else _mapping(Path(path))
-    return FinetuneConfig.from_mapping(
-        values | {name: _parse(text, f"--{name}") for name, text in (flags or {}).items()}
-    )
+    return FinetuneConfig.from_mapping(values | {name: _flag(name, text) for name, text in (flags or {}).items()})
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -114,9 +113,22 @@ def _mapping(path: Path) -> dict[str, Any]:
     return values
 
 
+def _flag(name: str, text: str) -> Any:
+    hints = get_type_hints(FinetuneConfig)
+    literal = name in hints and str in _members(hints[name])  # a folder called 2024 is not a number
+    return text if literal and text != "null" else _parse(text, f"--{name}")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML that reads 1e-3 as a number, which YAML 1.1 does only with a point."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
 
@@ -125,17 +137,6 @@ def _members(hint: Any) -> tuple[type, ...]:
     """Return the plain types that a field's annotation allows: `(int, NoneType)` for `int | None`."""
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(get_origin(member) or member for member in union)
-
-
-def _read(value: Any, types: tuple[type, ...]) -> Any:
-    if float in types and isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3, without a point, as a string
-        except ValueError:
-            return value
-    if str in types and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)  # a folder named 2024 is a number to YAML
-    return value
 
 
 def _require_type(name: str, value: Any, types: tuple[type, ...]) -> None:

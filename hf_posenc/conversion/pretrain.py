@@ -64,7 +64,7 @@ def train_tokenizer(documents: list[Document], *, vocab_size: int, length: int) 
         show_progress=False,
     )
     bpe.train_from_iterator([document.text for document in documents], trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -181,7 +181,7 @@ def _save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
     """Store half-precision weights whose config makes float32 the dtype that `from_pretrained` takes by default."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.use_cache = model.generation_config.use_cache = True  # the Trainer turns it off, also in what is saved
-    copy.deepcopy(model).half().save_pretrained(folder)  # type: ignore[no-untyped-call]
+    copy.deepcopy(model).half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     stored = json.loads(path.read_text(encoding="utf-8"))

@@ -310,11 +310,19 @@ def test_an_empty_text_is_refused(run: Any, tmp_path: Path) -> None:
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("model: base\noutput_dir: 2024\nlearning_rate: 1e-3\nencoding: rope\n", encoding="utf-8")
-    assert read_config(file) == FinetuneConfig(model="base", output_dir="2024", encoding="rope", learning_rate=1e-3)
-    flags = {"learning_rate": "5e-4", "encoding_options": "{theta: 1e6}", "bf16": "false", "length": "null"}
+    file.write_text("model: base\noutput_dir: runs\nlearning_rate: 1e-3\nencoding: rope\n", encoding="utf-8")
+    assert read_config(file) == FinetuneConfig(model="base", output_dir="runs", encoding="rope", learning_rate=1e-3)
+    flags = {
+        "output_dir": "2024",
+        "encoding": "rope",
+        "learning_rate": "5e-4",
+        "encoding_options": "{theta: 1e6}",
+        "bf16": "false",
+        "length": "null",
+    }
     config = read_config(file, flags)
-    assert (config.learning_rate, config.bf16, config.length) == (5e-4, False, None)
+    assert read_config(file, {"encoding": "null"}).encoding is None
+    assert (config.output_dir, config.learning_rate, config.bf16, config.length) == ("2024", 5e-4, False, None)
     assert config.encoding_options == {"theta": 1e6}
 
 
@@ -333,6 +341,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "text for a rate": ({"learning_rate": "fast"}, "must be float"),
     "fraction of a step": ({"max_steps": 1.5}, "must be int"),
     "truth for a number": ({"seed": True}, "must be int"),
+    "number for a name": ({"output_dir": 2024}, "must be str"),
     "no steps": ({"max_steps": 0}, "at least 1"),
     "not a number": ({"learning_rate": math.nan}, "at least 0"),
     "no rate": ({"learning_rate": 0.0}, "trains nothing"),
