@@ -46,7 +46,8 @@ def prepare_for(
 
 def position_refusal(model: nn.Module, length: int) -> str | None:
     """Return why the model cannot take `length` positions, None where no table of positions stops it."""
-    limit = max_length(model)
+    unwrap = getattr(model, "get_base_model", None)  # a PEFT wrapper hides where the table is
+    limit = max_length(model if unwrap is None else unwrap())
     if limit is None or length <= limit:
         return None
     return f"no position {limit + 1}: learned table has {limit} rows for positions"
