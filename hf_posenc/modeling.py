@@ -1,7 +1,8 @@
 """The classes of a patched model and of its config.
 
-A patched `GPT2LMHeadModel` is a `PosencGPT2LMHeadModel` with a config of `model_type` `posenc_gpt2` that holds the spec of
-its encoding. Plain transformers does not know that type and refuses it, instead of loading a GPT-2 with a random table.
+A patched `GPT2LMHeadModel` is a `PosencGPT2LMHeadModel` with a config of `model_type` `posenc_gpt2` that holds the spec
+of its encoding. Plain transformers does not know that type and refuses it, instead of loading a GPT-2 with a random
+table.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.inputs import positioned_forward
@@ -27,7 +29,7 @@ def when_read(reader: Callable[[type[PreTrainedConfig]], None]) -> None:
     _readers.append(reader)
 
 
-def _from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     """Read a config as transformers does, and announce its type."""
     for reader in _readers:
         reader(cls.posenc_stock)
@@ -68,17 +70,20 @@ def model_class(stock: type[PreTrainedModel], rebuild: Rebuild) -> type[PreTrain
         "__module__": __name__,
         "__init__": __init__,
         "forward": positioned_forward(stock),
-        "config_class": config_class(stock.config_class),
+        "config_class": config_class(stock.config_class),  # type: ignore[arg-type]
         "posenc_stock": stock,
         "set_attn_implementation": _set_attn_implementation,
         "from_pretrained": classmethod(_from_pretrained),
         "_prepare_position_ids_for_generation": _positions_for_generation,
         "__reduce_ex__": lambda self, protocol: (_blank, (model_class, stock, rebuild), self.__dict__),
     }
-    return type(f"Posenc{stock.__name__}", (stock,), body)
+    cls = type(f"Posenc{stock.__name__}", (stock,), body)
+    # transformers looks up what `output_attentions` and the like capture by the printed name of the exact class
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), stock._can_record_outputs)
+    return cls
 
 
-def _blank(factory: Callable[..., type], *arguments: Any) -> Any:
+def _blank(factory: Callable[..., Any], *arguments: Any) -> Any:
     """Return an empty instance of a class made here, for copy and pickle to fill."""
     cls = factory(*arguments)
     return cls.__new__(cls)
@@ -99,7 +104,7 @@ def _positions_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
     return ids + table_start(family, self.config) if family.counts_padding else ids
 
 
-def _from_pretrained(cls: Any, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+def _from_pretrained(cls: Any, /, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
     """Load as transformers does; raises CheckpointError where weights of the body or the encoding do not match."""
     load = cls.posenc_stock.from_pretrained.__func__
     model, info = load(cls, path, *args, output_loading_info=True, **kwargs)

@@ -85,7 +85,7 @@ def geometry_of(model: PreTrainedModel, family: Family) -> Geometry:
     length = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
     stated = config.max_position_embeddings - (table_start(family, config) if family.counts_padding else 0)
     return Geometry(
-        hidden_size=int(hidden),  # type: ignore[arg-type]
+        hidden_size=int(hidden),
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -188,7 +188,7 @@ def _install_native(model: PreTrainedModel, config: Any, record: _Record) -> Non
         config.max_position_embeddings = max(config.max_position_embeddings, round(original * parameters["factor"]))
     _use_config(model, config, record)
     old = body.get_submodule(plan.family.rotary or "")
-    new = type(old)(config=config).to(next(body.parameters()).device)  # type: ignore[operator]
+    new = type(old)(config=config).to(next(body.parameters()).device)
     _replace(body, plan.family.rotary or "", new, record)
 
 
@@ -201,19 +201,21 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
     if family.table:
         table = body.get_submodule(family.table)
         start = table_start(family, model.config)
-        encoding.adopt(table.weight[start:])  # type: ignore[index]
+        encoding.adopt(table.weight[start:])
         _replace(body, family.table, PositionTable(joint), record)
     if family.rotary:
         frequencies = body.get_submodule(family.rotary).inv_freq
-        _replace(body, family.rotary, NoRotation(width=2 * len(frequencies)), record)  # type: ignore[arg-type]
+        _replace(body, family.rotary, NoRotation(width=2 * len(frequencies)), record)
     for module in attention_modules(body, family).values() if uses_attention(encoding) else ():
-        _swap(module, interposed(type(module), plan.config.label), joint, record)
+        stock: Any = type(module)
+        _swap(module, interposed(stock, plan.config.label), joint, record)
     body.posenc = encoding
     _describe(config, plan)
     _use_config(model, config, record)
     body.__dict__["posenc_family"] = family
-    for part in {id(model): model, id(body): body}.values():
-        _swap(part, model_class(type(part), rebuild), joint, record)
+    for part in dict.fromkeys((model, model.base_model, body)):
+        stock = type(part)
+        _swap(part, model_class(stock, rebuild), joint, record)
     if getattr(model, "loss_type", "") is None and plan.geometry.causal and model.get_output_embeddings() is not None:
         # transformers reads the loss off the class name, and finds none in names such as GPT2LMHeadModel
         record.attributes.append((model, "loss_type", None))
@@ -223,7 +225,8 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
 def _describe(config: Any, plan: PatchPlan) -> None:
     """Make the copied config that of a patched model."""
     if not config.model_type.startswith("posenc_"):
-        config.__class__ = config_class(type(config))
+        stock: Any = type(config)
+        config.__class__ = config_class(stock)
     config.posenc = plan.config.to_dict()
     # the length that the weights were trained for stays on record when a longer table changes the model's own
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
@@ -291,8 +294,7 @@ def rebuild(model: PreTrainedModel) -> None:
     spec = config.posenc
     if spec is None:
         raise PatchStateError(f"a config of type {config.model_type} needs a 'posenc' spec, which says what to build")
-    stock = type(model).posenc_stock  # type: ignore[attr-defined]
-    model.__class__ = stock
+    model.__class__ = type(model).posenc_stock  # type: ignore[attr-defined]
     plan = make_plan(model, from_dict(spec), find_family(config.model_type))
     _install_interposer(model, config, _Record(plan=plan))
     model.__dict__[RECORD] = _Record(plan=plan)  # nothing to undo: what stood there before was never trained

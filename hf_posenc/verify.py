@@ -62,15 +62,23 @@ class Probe:
         self.logits = answer(model, self.ids)
 
 
-def answer(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
-    """Return the first output of a model, (b, n, width) in float64, computed in eval mode without gradients."""
-    training = model.training
+@contextmanager
+def _asked(model: PreTrainedModel) -> Iterator[None]:
+    """Be in eval mode and without gradients for a while; every module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            output = model(input_ids=ids, **inputs)
+            yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
+
+
+def answer(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    """Return the first output of a model, (b, n, width) in float64, computed in eval mode without gradients."""
+    with _asked(model):
+        output = model(input_ids=ids, **inputs)
     first: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
     if first.ndim != 3:  # a classifier's: the body says more
         return answer(model.base_model, ids, **inputs)
@@ -188,21 +196,16 @@ def _verify_causal(model: PreTrainedModel, probe: Probe, check: _Checks) -> None
     other[:, -1] = ids[:, 0] if int(ids[0, 0]) != int(ids[0, -1]) else ids[:, 1]
     leak = answer(model, other)[:, :-1] - probe.logits[:, :-1]
     check.equal("future", leak, "a later token changes what is said before it")
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            output = model(input_ids=ids[:, :cut], use_cache=True)
-            name = next((name for name in CACHE_ARGUMENTS if name in output), None)
-            if name is None:
-                check.findings["cache"] = "the model keeps none"
-                return
-            cache = output[name]
-            steps = [output]
-            for step in range(cut, ids.shape[1]):
-                steps.append(model(input_ids=ids[:, step : step + 1], use_cache=True, **{name: cache}))
-    finally:
-        model.train(training)
+    with _asked(model):
+        output = model(input_ids=ids[:, :cut], use_cache=True)
+        name = next((name for name in CACHE_ARGUMENTS if name in output), None)
+        if name is None:
+            check.findings["cache"] = "the model keeps none"
+            return
+        cache = output[name]
+        steps = [output]
+        for step in range(cut, ids.shape[1]):
+            steps.append(model(input_ids=ids[:, step : step + 1], use_cache=True, **{name: cache}))
     first = "logits" if "logits" in output else "last_hidden_state"
     cached = torch.cat([step[first] for step in steps], dim=1).double()
     if cached.shape == probe.logits.shape:

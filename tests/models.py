@@ -128,6 +128,7 @@ def sharpened(model: PreTrainedModel) -> PreTrainedModel:
 @functools.cache
 def _patched(subject: str, spec: str, backend: str) -> PreTrainedModel:
     model = {**SUBJECTS, **VARIANTS}[subject].fresh(attn_implementation=backend)
+    torch.manual_seed(5)  # for tables that start from random rows
     return posenc.patch(model, SPECS[spec], verify=False)
 
 
@@ -189,7 +190,9 @@ def in_steps(model: PreTrainedModel, ids: Tensor, sizes: list[int], cache: Any, 
     said, start = [], 0
     for size in sizes:
         end = start + size
-        cut = {name: value[:, :end] if name == "attention_mask" else value[:, start:end] for name, value in inputs.items()}
+        cut = {
+            name: value[:, :end] if name == "attention_mask" else value[:, start:end] for name, value in inputs.items()
+        }
         said.append(logits(model, ids[:, start:end], past_key_values=cache, use_cache=True, **cut))
         start = end
     return torch.cat(said, dim=1)
