@@ -7,6 +7,7 @@ from hf_posenc.encodings.nope import NoPE
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import LengthCurve, perplexity_by_length, perplexity_by_position
 from hf_posenc.family import Family, families, register_family
 from hf_posenc.hub.loading import from_pretrained
 from hf_posenc.hub.registration import register_configs
@@ -14,6 +15,38 @@ from hf_posenc.length import max_length
 from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
 from hf_posenc.positions import Geometry, Positions
 from hf_posenc.verify import Certificate, verify
+
+__all__ = [
+    "Alibi",
+    "Certificate",
+    "Encoding",
+    "EncodingConfig",
+    "Family",
+    "Geometry",
+    "Learned",
+    "LengthCurve",
+    "NoPE",
+    "PosencError",
+    "Positions",
+    "RoPE",
+    "Sinusoidal",
+    "build",
+    "discover",
+    "encoding",
+    "encodings",
+    "families",
+    "from_pretrained",
+    "is_patched",
+    "max_length",
+    "patch",
+    "perplexity_by_length",
+    "perplexity_by_position",
+    "plan",
+    "register_encoding",
+    "register_family",
+    "unpatch",
+    "verify",
+]
 
 __version__ = "0.1.0"
 

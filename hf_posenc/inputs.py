@@ -23,6 +23,8 @@ from hf_posenc.positions import Positions, resolve
 class PositionTable(nn.Module):
     """Stands where the model had its table of positions, and gives what the encoding adds to the token embedding."""
 
+    joint: Joint
+
     def __init__(self, joint: Joint) -> None:
         super().__init__()
         self.__dict__["joint"] = joint  # not a submodule: the encoding belongs to the body
@@ -36,7 +38,8 @@ class PositionTable(nn.Module):
         added = self.joint.encoding.embed(self.joint.encoding.remap(ids))
         if added is None:
             return torch.zeros((), dtype=torch.long, device=ids.device)
-        return added.to(self.joint.body.dtype)
+        dtype: torch.dtype = self.joint.body.dtype  # type: ignore[assignment]
+        return added.to(dtype)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
@@ -87,9 +90,9 @@ def _prepare(model: Any, kwargs: dict[str, Any]) -> tuple[Positions, Any]:
     joint: Joint = model.posenc_joint
     family: Family = model.posenc_family
     encoding = joint.encoding
-    states = kwargs.get("inputs_embeds")
-    ids = kwargs.get("input_ids")
-    given: Tensor = states if states is not None else ids
+    states: Tensor | None = kwargs.get("inputs_embeds")
+    ids: Tensor | None = kwargs.get("input_ids")
+    given: Any = states if states is not None else ids
     length, device = given.shape[1], given.device
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
     positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device)

@@ -114,7 +114,7 @@ def _set_config(self: nn.Module, config: Any) -> None:
 
 
 def _rebuild(stock: type[nn.Module], label: str) -> nn.Module:
-    cls = interposed(stock, label)
+    cls = interposed(stock, label)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
@@ -184,7 +184,7 @@ def _stock_function(module: nn.Module) -> tuple[str, Callable[..., Output]]:
             return output
 
         return backend, upcast
-    eager = sys.modules[stock.__module__].eager_attention_forward  # type: ignore[union-attr]
+    eager = sys.modules[stock.__module__].eager_attention_forward
     return backend, ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
 
 

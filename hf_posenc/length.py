@@ -26,7 +26,7 @@ def max_length(model: nn.Module) -> int | None:
     """
     for path, module in model.named_modules():
         if path.rsplit(".", 1)[-1] == "posenc":
-            rows: int | None = module.max_positions()  # type: ignore[operator]
+            rows: int | None = module.max_positions()
             return rows
     config = getattr(model, "config", None)
     try:

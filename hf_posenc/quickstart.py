@@ -90,7 +90,7 @@ def quickstart(
     for number, variant in enumerate(VARIANTS, 1):
         console.rule(f"{number} of {len(VARIANTS)}: {variant.label}", align="left")
         before[variant.label] = _before(variant, texts)
-        console.print(f"perplexity before training {before[variant.label]:.2f}; {steps * TOKENS_A_STEP:,} tokens follow")
+        console.print(f"perplexity before training: {before[variant.label]:.2f}")
         run = finetune(_run_config(variant, folder, steps=steps, learning_rate=learning_rate, seed=seed))
         records[variant.label] = run.record
         for label, model in _stages(variant, run.model):
@@ -130,7 +130,7 @@ def _run_config(variant: Variant, folder: Path, *, steps: int, learning_rate: fl
     return FinetuneConfig(
         model=BASE,
         output_dir=str(folder / "models" / variant.label.lower()),
-        encoding=chosen and chosen.name,
+        encoding=chosen.name if chosen else None,
         encoding_options=asdict(chosen) if chosen else {},
         length=LENGTH,
         max_steps=steps,

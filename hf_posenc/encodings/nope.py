@@ -41,7 +41,7 @@ class NoPE(EncodingConfig):
         """Raise UnsupportedEncodingError for a model that is not causal, unless that was asked for."""
         if not geometry.causal and not self.allow_bidirectional:
             raise UnsupportedEncodingError(
-                "NoPE was asked for on a bidirectional model, which would see its input as a bag of words: order reaches "
-                "a model without positions only through a causal mask. Choose another encoding, or "
+                "NoPE was asked for on a bidirectional model, which would see its input as a bag of words: order "
+                "reaches a model without positions only through a causal mask. Choose another encoding, or "
                 "NoPE(allow_bidirectional=True) if that is the experiment."
             )

@@ -39,15 +39,15 @@ def model_card(result: Mapping[str, Any], *, name: str, licence: str, base_model
         f"Measured with {describe_protocol(curves)}. Trained length: {curves[0].trained_length} tokens.\n",
         _recovery_table(result),
         "## Limits\n",
-        "Perplexity that stays flat past the trained length says that a model does not break there, not that it uses the "
-        "longer context. A small model on one kind of text; other sizes and texts differ.\n",
+        "Perplexity that stays flat past the trained length says that a model does not break there, not that it uses "
+        "the longer context. A small model on one kind of text; other sizes and texts differ.\n",
         "## Provenance\n",
         *(f"- {key}: {value}" for key, value in sorted(result["versions"].items())),
         f"- seed: {result['seed']}",
         f"- text: {result['corpus']}",
         f"- command: `{result['command']}`" if "command" in result else "",
     ]
-    return ModelCard("\n".join(parts)).content
+    return str(ModelCard("\n".join(parts)).content)
 
 
 def _telling(curve: LengthCurve) -> list[int]:
@@ -93,5 +93,6 @@ def _recovery_table(result: Mapping[str, Any]) -> str:
     ]
     for row in result["recovery"]:
         recovered = "" if row["recovered"] is None else f"{row['recovered']:.1%}"
-        lines.append(f"| {row['name']} | {row['before']:,.2f} | {row['after']:,.2f} | {row['ratio']:.3f} | {recovered} |")
+        numbers = f"{row['before']:,.2f} | {row['after']:,.2f} | {row['ratio']:.3f} | {recovered}"
+        lines.append(f"| {row['name']} | {numbers} |")
     return "\n".join([*lines, ""])

@@ -36,5 +36,5 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     try:
         model: PreTrainedModel = cls.from_pretrained(path, **kwargs)
     except SafetensorError as error:
-        raise CheckpointError(f"the weights in {path} cannot be read ({error}); the file is damaged or cut off.") from error
+        raise CheckpointError(f"the weights in {path} cannot be read: {error}; the file is damaged or cut.") from error
     return model

@@ -1,15 +1,15 @@
 """Tell transformers' Auto classes of the patched model types, so that `import hf_posenc` is all that loading needs.
 
-Configs are registered at once, which costs little. The model classes of a type follow when a config of that type is read:
-making them imports the family's modelling code.
+Configs are registered at once, which costs little. The model classes of a type follow when a config of that type is
+read: making them imports the family's modelling code.
 """
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_posenc.family import FAMILIES
@@ -32,15 +32,15 @@ def register_configs() -> None:
     """Register the config class of every family's patched model type with AutoConfig."""
     for model_type in FAMILIES:
         if model_type in CONFIG_MAPPING and PREFIX + model_type not in CONFIG_MAPPING:
-            AutoConfig.register(PREFIX + model_type, config_class(CONFIG_MAPPING[model_type]))
+            stock: Any = CONFIG_MAPPING[model_type]
+            AutoConfig.register(PREFIX + model_type, config_class(stock))
     when_read(register_models)
 
 
-@functools.cache
-def register_models(stock: type[PreTrainedConfig]) -> None:
+def register_models(stock: Any) -> None:
     """Register the patched twin of every model class that an Auto class has for a stock config class."""
     patched = config_class(stock)
     for auto, mapping in TASKS.items():
-        found = getattr(transformers, mapping).get(stock, None)
+        found: Any = getattr(transformers, mapping).get(stock, None)
         if isinstance(found, type):
             getattr(transformers, auto).register(patched, model_class(found, rebuild), exist_ok=True)
