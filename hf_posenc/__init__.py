@@ -1,6 +1,7 @@
 """hf_posenc: replace the position encoding of a pretrained Hugging Face model, and measure what that does."""
 
-from hf_posenc.config import Encoding, EncodingConfig, build, encoding, encodings, register_encoding
+from hf_posenc.config import Encoding, EncodingConfig, build, encoding, register_encoding
+from hf_posenc.config import encodings as _encodings
 from hf_posenc.encodings.alibi import Alibi
 from hf_posenc.encodings.learned import Learned
 from hf_posenc.encodings.nope import NoPE
@@ -8,7 +9,8 @@ from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length, perplexity_by_position
-from hf_posenc.family import Family, families, register_family
+from hf_posenc.family import Family, register_family
+from hf_posenc.family import families as _families
 from hf_posenc.hub.loading import from_pretrained
 from hf_posenc.hub.registration import register_configs
 from hf_posenc.length import max_length
@@ -51,3 +53,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 register_configs()
+
+# Importing the subpackages of these names has bound them here; the functions are what the package promises.
+encodings = _encodings
+families = _families
