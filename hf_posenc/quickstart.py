@@ -107,7 +107,8 @@ def quickstart(
         extra={"budget": budget, "recovery": recovery, "runs": records, "command": "make quickstart"},
     )
     _write_card(folder)
-    console.print(_recovery_table(recovery, steps * TOKENS_A_STEP), "", length_table(curves, title=TITLE))
+    for table in (_recovery_table(recovery, steps * TOKENS_A_STEP), length_table(curves, title=TITLE)):
+        console.print(table)
     console.print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return folder
 
