@@ -171,7 +171,7 @@ def _measure(
 
 
 def _score(scorer: Scorer, plan: _Plan, length: int, bar: tqdm[Any]) -> list[DocumentScore] | str:
-    """Return the scores of all documents, from all processes, in corpus order; or why there are none."""
+    """Return the scores of all documents, from all processes; or why there are none."""
     outcome: list[DocumentScore | str]
     try:
         outcome = [*_own_scores(scorer, plan, length, bar)]
@@ -181,7 +181,7 @@ def _score(scorer: Scorer, plan: _Plan, length: int, bar: tqdm[Any]) -> list[Doc
         # Every process comes here, also one that was refused: a process that skipped it would hang the others.
         outcome = gather_object(outcome)
     reasons = [item for item in outcome if isinstance(item, str)]
-    scores = sorted((item for item in outcome if isinstance(item, DocumentScore)), key=lambda score: score.index)
+    scores = [item for item in outcome if isinstance(item, DocumentScore)]
     if not reasons and not all(math.isfinite(score.nll) for score in scores):
         reasons = ["the model's logits are not finite (an overflow in its dtype?)"]
     return reasons[0] if reasons else scores

@@ -179,14 +179,25 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("protocol", [{}, {"protocol": "sliding", "stride": 1024}])
-def test_logits_are_never_whole(protocol: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_posenc.evaluation.scoring._PIECE_NUMBERS", 256 * VOCABULARY)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "hf_posenc.evaluation.scoring.token_nll",
+        lambda logits, targets: seen.append(len(logits)) or token_nll(logits, targets),  # type: ignore[func-returns-value]
+    )
     model, length = llama(), 2048
+    documents = random_documents(length + 1)
+    ids = torch.tensor(documents)
+    with torch.no_grad():
+        whole = model(input_ids=ids[:, :-1]).logits[0].double()
+    expected = nn.functional.cross_entropy(whole, ids[0, 1:]).item()
     with _Largest() as largest:
-        perplexity_by_length(model, random_documents(length + 1), [length], **protocol)  # type: ignore[arg-type]
-    assert 0 < largest.numbers <= length * 128  # the MLP's inner states, and nothing of length x vocabulary
+        curve = perplexity_by_length(model, documents, [length])
+    assert curve.nll[length] == pytest.approx(expected, rel=1e-6)
+    assert 0 < largest.numbers <= length * 128  # the MLP's inner states
     assert largest.numbers >= length * 64  # the meter does see the hidden states
+    assert max(seen) == 256  # rows of logits; 2,048 in all
 
 
 def test_modes_are_restored_and_dropout_is_off() -> None:
@@ -249,7 +260,7 @@ def test_bfloat16_models_are_scored_in_float32() -> None:
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(documents[0][1:])).item()
     curve = perplexity_by_length(model, documents, [64])
     assert curve.dtype == "bfloat16"
-    assert curve.nll[64] == pytest.approx(expected, rel=1e-3)
+    assert curve.nll[64] == pytest.approx(expected, rel=1e-6)
 
 
 def test_token_nll_survives_large_logits() -> None:
