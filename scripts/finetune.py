@@ -9,6 +9,8 @@ import argparse
 import sys
 from dataclasses import fields
 
+from accelerate import PartialState
+
 from hf_posenc.conversion.finetune import dry_run, finetune
 from hf_posenc.conversion.finetune_config import FinetuneConfig, read_config
 from hf_posenc.errors import PosencError
@@ -25,6 +27,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def show(text: str) -> None:
+    """Print once, however many processes were launched."""
+    PartialState().print(text)
+
+
 def main() -> int:
     """Parse, run, print where the result lies; return the exit status."""
     flags = vars(build_parser().parse_args())
@@ -32,13 +39,14 @@ def main() -> int:
     try:
         config = read_config(path, flags)
         if dry:
-            print(dry_run(config))
+            show(dry_run(config))
             return 0
         result = finetune(config, resume=resume)
     except PosencError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{result.output_dir}: loss {result.record['final_loss']:.4f} after {result.record['tokens_seen']:,} tokens")
+    loss, tokens = result.record["final_loss"], result.record["tokens_seen"]
+    show(f"{result.output_dir}: loss {loss:.4f} after {tokens:,} tokens")
     return 0
 
 

@@ -211,6 +211,7 @@ def _training_arguments(config: FinetuneConfig) -> TrainingArguments:
         logging_steps=max(1, config.max_steps // 50),
         dataloader_drop_last=True,
         dataloader_pin_memory=on_cuda,
+        use_cpu=not torch.accelerator.is_available(),  # unless told so, processes launched on CPUs train side by side
         report_to="none",
         seed=config.seed,
     )
