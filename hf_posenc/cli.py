@@ -120,7 +120,7 @@ def finetune(context: typer.Context) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def evaluate(context: typer.Context) -> None:
     """Measure several saved models into one table and one plot; `hf-posenc evaluate --help` lists the flags."""
-    from hf_posenc.evaluation.command import main as run
+    from hf_posenc.report.command import main as run
 
     raise typer.Exit(run(context.args))
 

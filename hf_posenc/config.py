@@ -21,9 +21,10 @@ SCHEMA_VERSION = 1
 
 
 class Encoding(nn.Module):
-    """What positions do to a model: four hooks, all neutral here.
+    """What positions do to a model: hooks, all neutral here.
 
-    Derived tables are never kept in buffers: transformers refills non-persistent buffers with garbage after
+    Most encodings need one of the first four (`embed`, `remap`, `rotate`, `bias`); the other hooks are for what those
+    cannot say. Derived tables are never kept in buffers: transformers refills non-persistent buffers with garbage after
     `from_pretrained`, and `model.to(bfloat16)` would round them. They are derived from plain numbers when needed.
     """
 
@@ -47,9 +48,31 @@ class Encoding(nn.Module):
         """Return what is added to the scaled scores before softmax: (1|b, 1|h, q, k) float32, or None.
 
         Args:
-            query: (b, h, q, d).
-            key: (b, h, k, d) or, with grouped heads, (b, h_kv, k, d).
+            query: (b, h, q, d), rotated and scaled, so that its product with a key is a score.
+            key: (b, h, k, d) or, with grouped heads, (b, h_kv, k, d), rotated.
             positions: of these queries and these keys.
+        """
+        return None
+
+    def rotate_key(self, states: Tensor, position_ids: Tensor) -> Tensor:
+        """Rotate keys, where they turn otherwise than queries: (b, h_kv, n, d), (b, n) -> (b, h_kv, n, d)."""
+        return self.rotate(states, position_ids)
+
+    def temperature(self, position_ids: Tensor) -> Tensor | None:
+        """Return the factor on the scaled scores of every query: (b, n) -> (1|b, 1|h, n) float32, or None."""
+        return None
+
+    def gate(self, hidden_states: Tensor) -> Tensor | None:
+        """Return what is remembered of every key beside the key: (b, n, hidden_size) -> (b, h, n) float32, or None.
+
+        It comes back as `positions.gates`, (b, h, k), for all cached keys and the new ones.
+        """
+        return None
+
+    def score(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor | None:
+        """Return the scaled scores themselves, (b, h, q, k) float32, where no rotation gives them; None elsewhere.
+
+        Queries come scaled, keys as projected; `rotate` is not called, `bias` still is. Arguments as in `bias`.
         """
         return None
 

@@ -50,10 +50,12 @@ class Positions:
     Attributes:
         query: (b, q) or (1, q), int64.
         key: (b, k) or (1, k), int64. Where no key lies in a cache these are the positions of the queries.
+        gates: (b, h, k) float32, what the encoding remembered of every key, or None where it remembers nothing.
     """
 
     query: Tensor
     key: Tensor
+    gates: Tensor | None = None
 
     def distance(self) -> Tensor:
         """Return query minus key position, (b, q, k), int64; positive where the key lies behind the query."""
