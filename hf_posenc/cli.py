@@ -55,9 +55,15 @@ def inspect(
 
 
 def _own_positions(model: Any) -> str:
+    """Describe where a stock model holds its positions; for a family without a record, propose one."""
+    from hf_posenc.errors import UnsupportedFamilyError
     from hf_posenc.family import find_family
+    from hf_posenc.patching import discover
 
-    family = find_family(model.config.model_type)
+    try:
+        family = find_family(model.config.model_type)
+    except UnsupportedFamilyError:
+        return f"no family record; it looks like {discover(model)}"
     if family.rotary:
         return f"rotary, {model.config.rope_parameters}"
     return f"{type(family.body_of(model).get_submodule(family.table)).__name__} at {family.table}"

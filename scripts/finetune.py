@@ -1,54 +1,14 @@
-"""Fine-tune by YAML and flags: `accelerate launch scripts/finetune.py --config run.yaml --learning_rate 1e-3`.
+"""Fine-tune by YAML and flags, on one process or many; `--help` lists the options.
 
-Every field of `FinetuneConfig` is a flag of the same name; a flag overrides the file.
+python scripts/finetune.py --config run.yaml --learning_rate 1e-3
+accelerate launch --num_processes 2 scripts/finetune.py --config run.yaml
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import fields
 
-from accelerate import PartialState
-
-from hf_posenc.conversion.finetune import dry_run, finetune
-from hf_posenc.conversion.finetune_config import FinetuneConfig, read_config
-from hf_posenc.errors import PosencError
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command line: the run's own options and one flag per config field."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", help="YAML file with any of the options below.")
-    parser.add_argument("--dry_run", action="store_true", help="Print plan and token budget; train nothing.")
-    parser.add_argument("--resume", action="store_true", help="Continue the unfinished run in output_dir.")
-    for option in fields(FinetuneConfig):
-        parser.add_argument(f"--{option.name}", default=argparse.SUPPRESS, help=option.metadata["help"])
-    return parser
-
-
-def show(text: str) -> None:
-    """Print once, however many processes were launched."""
-    PartialState().print(text)
-
-
-def main() -> int:
-    """Parse, run, print where the result lies; return the exit status."""
-    flags = vars(build_parser().parse_args())
-    path, dry, resume = flags.pop("config"), flags.pop("dry_run"), flags.pop("resume")
-    try:
-        config = read_config(path, flags)
-        if dry:
-            show(dry_run(config))
-            return 0
-        result = finetune(config, resume=resume)
-    except PosencError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    loss, tokens = result.record["final_loss"], result.record["tokens_seen"]
-    show(f"{result.output_dir}: loss {loss:.4f} after {tokens:,} tokens")
-    return 0
-
+from hf_posenc.conversion.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="finetune.py"))
