@@ -49,4 +49,3 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc finet
     loss, tokens = result.record["final_loss"], result.record["tokens_seen"]
     show(f"{result.output_dir}: loss {loss:.4f} after {tokens:,} tokens")
     return 0
-

@@ -24,8 +24,8 @@ from hf_posenc.conversion.finetune_config import FinetuneConfig
 from hf_posenc.conversion.provenance import git_state, versions
 from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint, require_free, write_result
 from hf_posenc.conversion.training import causal_batch
-from hf_posenc.data import PackedDataset, describe, load_documents, pack, tokenize
-from hf_posenc.errors import CheckpointError, ConfigError, LengthError
+from hf_posenc.data import PackedDataset, PackingReport, describe, load_documents, pack, tokenize
+from hf_posenc.errors import CheckpointError, ConfigError, DataError, LengthError
 
 # Under these names model configs keep the dropout of attention weights.
 _ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "attn_dropout")
@@ -73,9 +73,11 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
     folder = Path(config.output_dir)
     checkpoint = last_checkpoint(folder) if resume else None
     uses_cache = run.model.config.use_cache
+    args = _training_arguments(config)
+    _require_a_step(config, run.rows.report, processes=args.world_size)
     trainer = Trainer(
         model=run.model,
-        args=_training_arguments(config),
+        args=args,
         train_dataset=run.rows.dataset,
         data_collator=causal_batch,
     )
@@ -89,9 +91,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
     run.model.config.use_cache = uses_cache
     if config.gradient_checkpointing:
         run.model.gradient_checkpointing_disable()
-    record = run.facts | _outcome(
-        config, trainer, length=run.rows.report.length, seconds=seconds, checkpoint=checkpoint
-    )
+    record = run.facts | _outcome(trainer, seconds=seconds, checkpoint=checkpoint)
     first = trainer.is_world_process_zero()
     model = save_and_merge(run.model, folder / ADAPTER if first else None) if config.lora_rank else run.model
     model.train(False)
@@ -112,7 +112,8 @@ def dry_run(config: FinetuneConfig) -> str:
     require_free(config, resume=False)
     run = _prepare(config)
     args, packing = _training_arguments(config), run.rows.report
-    tokens = config.max_steps * _tokens_a_step(config, packing.length, args.world_size)
+    _require_a_step(config, packing, processes=args.world_size)
+    tokens = config.max_steps * _rows_a_step(config, args.world_size) * packing.length
     parameters = run.facts["parameters"]
     lines = [
         run.facts["plan"] or "No encoding named: the model is trained as it is.",
@@ -212,6 +213,7 @@ def _training_arguments(config: FinetuneConfig) -> TrainingArguments:
         dataloader_drop_last=True,
         dataloader_pin_memory=on_cuda,
         use_cpu=not torch.accelerator.is_available(),  # unless told so, processes launched on CPUs train side by side
+        include_num_input_tokens_seen="all",
         report_to="none",
         seed=config.seed,
     )
@@ -226,22 +228,28 @@ def _checkpointing(config: FinetuneConfig) -> dict[str, Any]:
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 
-def _tokens_a_step(config: FinetuneConfig, length: int, processes: int) -> int:
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * processes * length
+def _rows_a_step(config: FinetuneConfig, processes: int) -> int:
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
 
 
-def _outcome(
-    config: FinetuneConfig, trainer: Trainer, *, length: int, seconds: float, checkpoint: Path | None
-) -> dict[str, Any]:
+def _require_a_step(config: FinetuneConfig, packing: PackingReport, *, processes: int) -> None:
+    wanted = _rows_a_step(config, processes)
+    if packing.sequences < wanted:
+        raise DataError(
+            f"A step takes {wanted} rows of {packing.length} tokens and the text fills {packing.sequences}. "
+            "Give more text, a smaller batch or shorter rows."
+        )
+
+
+def _outcome(trainer: Trainer, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
     """Return the part of the record that only training can tell."""
     losses = [[int(entry["step"]), float(entry["loss"])] for entry in trainer.state.log_history if "loss" in entry]
-    processes = trainer.args.world_size
     return {
         "device": str(trainer.args.device),
-        "processes": processes,
+        "processes": trainer.args.world_size,
         "bf16": trainer.args.bf16,
         "steps": trainer.state.global_step,
-        "tokens_seen": trainer.state.global_step * _tokens_a_step(config, length, processes),
+        "tokens_seen": int(trainer.state.num_input_tokens_seen),
         "seconds": round(seconds, 2),  # of this process; a resumed run counts from its checkpoint on
         "resumed_from": checkpoint.name if checkpoint else None,
         "final_loss": losses[-1][1],
