@@ -1,0 +1,99 @@
+"""The `hf-posenc` command: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AlbertConfig, AlbertForMaskedLM
+from typer.testing import CliRunner
+
+import hf_posenc as posenc
+from hf_posenc import cli
+from hf_posenc.quickstart import BASE
+from tests.models import SUBJECTS, tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("gpt2")
+    SUBJECTS["gpt2"].fresh().save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: str) -> str:
+    """What the command prints; an error of ours is raised, as `main` would report it."""
+    result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+    return result.output
+
+
+def test_inspect_says_how_far_positions_reach_and_what_would_change(checkpoint: str) -> None:
+    said = run("inspect", checkpoint, "--encoding", "rope", "--options", "{theta: 500}")
+    for part in ("GPT2LMHeadModel", "Embedding at wpe", "64", "transformer.h.1.attn", "RotaryGPT2Attention", "500"):
+        assert part in said, said
+
+
+def test_inspect_proposes_a_record_for_a_family_that_has_none(tmp_path: Path) -> None:
+    config = AlbertConfig(hidden_size=32, embedding_size=16, intermediate_size=48, num_hidden_layers=1, vocab_size=61)
+    config.num_attention_heads = 4
+    config.model_type_is_unknown = True
+    AlbertForMaskedLM(config).save_pretrained(tmp_path)
+    assert "AlbertAttention" in run("inspect", str(tmp_path))
+
+
+def test_patch_saves_what_python_would_have_patched(checkpoint: str, tmp_path: Path) -> None:
+    said = run("patch", checkpoint, "--encoding", "alibi", "--output", str(tmp_path / "out"))
+    assert "AlibiGPT2Attention" in said
+    assert "cache: off by" in said  # the certificate
+    expected = posenc.patch(SUBJECTS["gpt2"].fresh(), posenc.Alibi())
+    ids = tokens(1, 100)
+    assert torch.equal(posenc.from_pretrained(tmp_path / "out")(input_ids=ids).logits, expected(input_ids=ids).logits)
+
+
+def test_patch_leaves_a_folder_that_is_not_empty_alone(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(posenc.errors.OutputExistsError, match="not empty"):
+        run("patch", checkpoint, "--encoding", "alibi", "--output", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "options", "said"),
+    [
+        ("alibbi", "{}", "'alibi'"),
+        ("rope", "{thetta: 1}", "'theta'"),
+        ("rope", "{theta", "YAML"),
+        ("rope", "[1, 2]", "mapping"),
+        ("rope", "{partial_rotary_factor: 0.125}", "even"),
+    ],
+)
+def test_a_wrong_encoding_is_refused_before_anything_is_written(
+    checkpoint: str, tmp_path: Path, encoding: str, options: str, said: str
+) -> None:
+    with pytest.raises(posenc.PosencError, match=said):
+        run("patch", checkpoint, "--encoding", encoding, "--options", options, "--output", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_are_one_line_and_exit_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["hf-posenc", "patch", BASE, "--encoding", "nopee", "--output", str(tmp_path / "o")]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("error: unknown encoding 'nopee'")
+
+
+def test_evaluate_and_finetune_reach_their_own_parsers() -> None:
+    assert "--protocol" in run("evaluate", "--help")
+    assert "--learning_rate" in run("finetune", "--help")
+
+
+def test_encodings_lists_both_registries() -> None:
+    said = run("encodings")
+    assert all(name in said for name in posenc.encodings())
+    assert all(name in said for name in posenc.families())
