@@ -5,7 +5,8 @@ proxy rotates new keys once, on their way into the cache. A view of the config r
 function through `posenc_attention`, where queries are rotated and the bias joins the mask. The model's own
 `_attn_implementation` stays what it is and decides which stock attention function finally runs.
 
-This is the only module that names `AttentionInterface`.
+What is added to the scores, and in which pieces, is the business of `scores`. This is the only module that names
+`AttentionInterface`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
 from hf_posenc.positions import Positions
+from hf_posenc.scores import Output, Scores, attend_by_length, attend_in_blocks, fitted
 
 NAME = "posenc"
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 BIAS_BACKENDS = ("eager", "sdpa")
-SCORES_AT_ONCE = 2**25
-"""Scores whose bias is materialised at a time, 128 MiB in float32; longer calls go through in blocks of queries."""
-
-Output = tuple[Tensor, Tensor | None]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Output]
 
 
 class Joint:
@@ -218,7 +215,7 @@ def posenc_attention(
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # a static cache filled for the first time: the slots behind the queries are empty
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        positions = _fitted(positions, key.shape[2])
+        positions = fitted(positions, key.shape[2])
     positions = Positions(query=encoding.remap(positions.query), key=encoding.remap(positions.key))
     if not uses_key_positions(encoding):
         query = encoding.rotate(query, positions.query)
@@ -228,118 +225,15 @@ def posenc_attention(
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Output:
         return stock(module, query, key, value, mask, **kwargs)
 
-    scores = _Scores(encoding, positions, attention_mask, causal)
+    # the CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
+    wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
+    dtype = torch.float32 if wide else query.dtype
+    scores = Scores(encoding, positions, mask=attention_mask, causal=causal, dtype=dtype)
     if encoding.rotation_grows_after is not None:
-        return _attend_by_length(scores, attend, query, key, value)
+        return attend_by_length(scores, attend, query, key, value)
     query = encoding.rotate(query, positions.query)
     key = key if call.keys_done else encoding.rotate(key, positions.key)
-    return _attend_in_blocks(scores, attend, query, key, value)
-
-
-def _fitted(positions: Positions, keys: int) -> Positions:
-    """Return the positions with as many keys as there are slots; slots beyond the known ones are empty and masked."""
-    known = positions.key[:, -keys:] if positions.key.shape[-1] > keys else positions.key
-    missing = keys - known.shape[-1]
-    return Positions(query=positions.query, key=nn.functional.pad(known, (0, missing)) if missing else known)
-
-
-class _Scores:
-    """What is added to the scaled scores of one call: bias, padding and causality together."""
-
-    def __init__(self, encoding: Encoding, positions: Positions, mask: Tensor | None, causal: bool) -> None:
-        self.encoding = encoding
-        self.positions = positions
-        self.mask = mask
-        self.triangle = mask is None and causal  # the caller left causality to the attention function
-        self.past = positions.key.shape[1] - positions.query.shape[1]
-
-    def row(self, index: int) -> _Scores:
-        """Return the same for one row of the batch."""
-        query, key = self.positions.query, self.positions.key
-        positions = Positions(query=query[index % len(query)][None], key=key[index % len(key)][None])
-        mask = None if self.mask is None else self.mask[index % len(self.mask)][None]
-        return _Scores(self.encoding, positions, mask, self.triangle)
-
-    def keys_seen(self, rows: Tensor) -> int:
-        """Return how many keys, from the first, the queries at these ascending indices can see."""
-        return int(rows[-1]) + 1 + self.past if self.triangle else self.positions.key.shape[1]
-
-    def added(self, query: Tensor, key: Tensor, rows: Tensor) -> Tensor | None:
-        """Return what is added to the scores of some queries, (1|b, 1|h, rows, k), or None.
-
-        Args:
-            query: (b, h, rows, d).
-            key: (b, h_kv, k, d), possibly cut behind the last key that these queries see.
-            rows: ascending indices of the queries in the call, (rows,).
-        """
-        keys = key.shape[2]
-        positions = Positions(query=self.positions.query[:, rows], key=self.positions.key[:, :keys])
-        bias, mask = self.encoding.bias(query, key, positions), self.mask
-        if mask is not None:
-            mask = mask[:, :, rows, :keys]
-        elif self.triangle:
-            mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(key.device)
-        if mask is not None and mask.dtype == torch.bool:
-            lowest = torch.finfo(torch.float32).min
-            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, lowest)
-        if bias is None or mask is None:
-            total = mask if bias is None else bias
-        else:
-            total = bias + mask
-        if total is None:
-            return None
-        # CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
-        wide = query.device.type == "cpu" and query.dtype != torch.float64
-        dtype = torch.float32 if wide else query.dtype
-        return total.clamp(min=torch.finfo(dtype).min).to(dtype)
-
-
-def _attend_in_blocks(scores: _Scores, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Output:
-    """Attend with a bias that is materialised for a block of queries at a time."""
-    total, keys = query.shape[2], key.shape[2]
-    block = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * keys))
-    outputs, weights = [], []
-    for rows in torch.arange(total).split(block):
-        seen = scores.keys_seen(rows) if block < total else keys
-        part, near = query[:, :, int(rows[0]) : int(rows[-1]) + 1], key[:, :, :seen]
-        output, weight = attend(part, near, value[:, :, :seen], scores.added(part, near, rows))
-        outputs.append(output)
-        if weight is not None:
-            weights.append(nn.functional.pad(weight, (0, keys - seen)))
-    return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
-
-
-def _attend_by_length(scores: _Scores, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Output:
-    """Attend where the rotation grows with the length: a query, and the keys it looks at, turn with its own base.
-
-    So what a token sees depends neither on the tokens behind it nor on the other rows of the batch, and a cached decode
-    equals the full forward. Queries within the original length share one pass; each later one turns all its keys.
-    """
-    encoding, keys = scores.encoding, key.shape[2]
-    floor = encoding.rotation_grows_after or 0
-    outputs: list[Tensor] = []
-    all_weights: list[Tensor] = []
-    for index in range(query.shape[0]):
-        row, one = scores.row(index), slice(index, index + 1)
-        lengths = (row.positions.query[0] + 1).clamp(min=floor).cpu()
-        parts: list[Tensor] = []
-        weights: list[Tensor] = []
-        order: list[Tensor] = []
-        for length in lengths.unique().tolist():
-            rows = (lengths == length).nonzero()[:, 0]
-            seen, static = row.keys_seen(rows), encoding.at_length(length)
-            q = static.rotate(query[one, :, rows], row.positions.query[:, rows])
-            k = static.rotate(key[one, :, :seen], row.positions.key[:, :seen])
-            output, weight = attend(q, k, value[one, :, :seen], row.added(q, k, rows))
-            parts.append(output)
-            order.append(rows)
-            if weight is not None:
-                weights.append(nn.functional.pad(weight, (0, keys - seen)))
-        back = torch.cat(order).argsort()
-        outputs.append(torch.cat(parts, dim=1)[:, back])
-        if weights:
-            all_weights.append(torch.cat(weights, dim=2)[:, :, back])
-    return torch.cat(outputs), torch.cat(all_weights) if all_weights else None
+    return attend_in_blocks(scores, attend, query, key, value)
 
 
 AttentionInterface.register(NAME, posenc_attention)

@@ -81,7 +81,8 @@ def answer(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
         output = model(input_ids=ids, **inputs)
     first: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
     if first.ndim != 3:  # a classifier's: the body says more
-        return answer(model.base_model, ids, **inputs)
+        body: Any = model.base_model
+        return answer(body, ids, **inputs)
     return first.double()
 
 
@@ -159,11 +160,11 @@ def _verify_native(model: PreTrainedModel, plan: PatchPlan, check: _Checks) -> N
 def _verify_interposed(
     model: PreTrainedModel, plan: PatchPlan, probe: Probe, before: Probe | None, check: _Checks
 ) -> None:
-    swapped = [
-        module
-        for module in attention_modules(plan.family.body_of(model), plan.family).values()
-        if type(module) is interposed(getattr(module, "posenc_stock", type(module)), plan.config.label)
-    ]
+    swapped = []
+    for module in attention_modules(plan.family.body_of(model), plan.family).values():
+        stock: Any = getattr(module, "posenc_stock", None)
+        if stock is not None and type(module) is interposed(stock, plan.config.label):
+            swapped.append(module)
     if len(swapped) != len(plan.attention):
         raise VerificationError(f"{len(swapped)} attention modules were replaced, {len(plan.attention)} were planned")
     check.findings["attention modules"] = str(len(swapped))

@@ -18,12 +18,20 @@ ROOT = Path(__file__).parents[1]
 # From the ground up; a module imports from lower floors only. A package counts as one module, except that encodings do
 # not see each other, nor do families. The public root ("") stands on top.
 FLOORS = [
-    *("errors", "registry positions", "config family", "encodings families", "length", "interposer declared", "inputs"),
+    *(
+        "errors",
+        "registry positions",
+        "config family",
+        "encodings families",
+        "length scores",
+        "interposer declared",
+        "inputs",
+    ),
     *("modeling", "surgery", "verify", "patching", "data evaluation", "plots", "report", "hub", "conversion"),
     *("quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
-ENGINE = {"interposer", "declared", "inputs", "modeling", "surgery", "verify", "patching", "hub"}
+ENGINE = {"scores", "interposer", "declared", "inputs", "modeling", "surgery", "verify", "patching", "hub"}
 MEASURES = {"data", "evaluation", "plots", "report"}  # one code for base and patched model
 STRANGERS = {"encodings": {"transformers"}, "families": {"torch", "transformers"}}
 SEAM = re.compile(r"\bAttentionInterface\b|\bALL_ATTENTION_FUNCTIONS\b")

@@ -1,8 +1,8 @@
 """Rotary position embedding, whole or partial, with the frequency scalings that transformers knows and static NTK.
 
 Su et al. 2021, "RoFormer", equations 14-16 and 34, in the half-split pairing of GPT-NeoX and Llama. Checked against
-`transformers.modeling_rope_utils`. Phases are taken in float64 and cast last: in float32 the angle at position 131072 is
-off by 8e-3 radians, in bfloat16 by a full turn.
+`transformers.modeling_rope_utils`. Phases are taken in float64 and cast last: in float32 the angle at position 131072
+is off by 8e-3 radians, in bfloat16 by a full turn.
 """
 
 from __future__ import annotations
@@ -75,10 +75,8 @@ def _yarn(theta: float, dim: int, scaling: Scaling, length: int) -> tuple[Freque
     if attention_factor is None:
         both = scaling.get("mscale"), scaling.get("mscale_all_dim")
         attention_factor = mscale(both[0]) / mscale(both[1]) if both[0] and both[1] else mscale(1.0)
-    scaled = []
-    for k, f in enumerate(frequencies(theta, dim)):
-        ramp = min(max((k - low) / width, 0.0), 1.0)  # 0 keeps the pair, 1 interpolates it
-        scaled.append(f / factor * ramp + f * (1 - ramp))
+    ramps = [min(max((k - low) / width, 0.0), 1.0) for k in range(dim // 2)]  # 0 keeps a pair, 1 interpolates it
+    scaled = [f / factor * ramp + f * (1 - ramp) for f, ramp in zip(frequencies(theta, dim), ramps, strict=True)]
     return scaled, float(attention_factor)
 
 
@@ -255,7 +253,7 @@ class RoPE(EncodingConfig):
         return dataclasses.replace(self, theta=float(theta), partial_rotary_factor=float(factor), scaling=scaling)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """Return transformers' `rope_parameters` for this encoding, complete; static NTK is a theta of its own there."""
+        """Return transformers' own complete description of this encoding; static NTK is a theta of its own there."""
         scaling, theta = dict(self.scaling or {"rope_type": "default"}), self.theta or 10000.0
         if scaling["rope_type"] == "ntk":
             theta = ntk_theta(theta, self.rotary_dim(geometry), scaling["factor"])

@@ -117,7 +117,7 @@ def test_a_long_call_is_attended_in_blocks_that_do_not_show(monkeypatch: pytest.
         with torch.no_grad():
             maps = model(input_ids=ids, output_attentions=True).attentions
         for size in (1, 800, 2 * 4 * 100 * 7, 2 * 4 * 100 * 99):
-            monkeypatch.setattr("hf_posenc.interposer.SCORES_AT_ONCE", size)
+            monkeypatch.setattr("hf_posenc.scores.SCORES_AT_ONCE", size)
             assert_same(logits(model, ids), whole)
             assert_same(logits(patched(subject, "alibi"), ids), whole)
             assert_same(logits(model, ids, attention_mask=mask)[1, 30:], masked[1, 30:])
