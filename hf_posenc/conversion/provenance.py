@@ -12,7 +12,9 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "p
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of the libraries that decide what a run computes."""
-    found = {"python": platform.python_version(), "hf_posenc": _version("hf-posenc")}
+    import hf_posenc  # when called: the package's front page may import this module
+
+    found = {"python": platform.python_version(), "hf_posenc": hf_posenc.__version__}
     return found | {name: _version(name) for name in _PACKAGES}
 
 
