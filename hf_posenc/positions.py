@@ -92,15 +92,25 @@ def resolve(
     Args:
         length: number of new tokens n.
         position_ids: explicit positions, (b, n), (1, n) or (n,).
-        mask: padding mask over past and new tokens, (b, past + n); masks of other ranks say nothing of positions.
+        mask: padding mask over past and new tokens, (b, past + n), or longer, as static caches have it; masks of other
+            ranks say nothing of positions.
         past: positions of the cached tokens, (b, past) or (1, past).
         past_length: number of cached tokens, used when nothing better is known.
         device: where the result lives.
+
+    Raises:
+        ConfigError: the padding mask leaves tokens out.
     """
     if position_ids is not None:
         return (position_ids if position_ids.ndim > 1 else position_ids[None]).to(device=device, dtype=torch.long)
-    if mask is not None and mask.ndim == 2 and mask.shape[-1] >= length:
-        return from_mask(mask)[:, -length:].to(device)
+    if mask is not None and mask.ndim == 2:
+        start = int(past_length)
+        if mask.shape[-1] < start + length:
+            raise ConfigError(
+                f"the attention mask covers {mask.shape[-1]} tokens, but {start} are in the cache and {length} are "
+                f"new; pass one over all {start + length}, or none."
+            )
+        return from_mask(mask)[:, start : start + length].to(device)
     steps = torch.arange(length, device=device)[None]
     if past is not None and past.shape[-1]:
         return past[:, -1:].to(device) + 1 + steps

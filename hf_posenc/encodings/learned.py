@@ -60,10 +60,10 @@ class LearnedEncoding(Encoding):
         if not torch.compiler.is_compiling() and not position_ids.is_meta and position_ids.numel():
             first, last = (int(end) for end in position_ids.aminmax())
             if first < 0 or last >= rows:
+                wrong = first if first < 0 else last
                 raise LengthError(
-                    f"no position {(first if first < 0 else last) + 1}: learned table has {rows} rows. Shorten the input, "
-                    "extend the table with Learned(max_position_embeddings=..., extension=...), or patch in an encoding "
-                    "without an end."
+                    f"no position {wrong + 1}: learned table has {rows} rows. Shorten the input, extend the table with "
+                    "Learned(max_position_embeddings=..., extension=...), or patch in an encoding without an end."
                 )
         return nn.functional.embedding(position_ids, self.weight)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,6 +116,28 @@ def test_a_reset_static_cache_remembers_nothing(subject: str, spec: str) -> None
     cache.reset()
     ids = tokens(2, 50)
     assert_same(in_steps(model, ids, schedule(50), cache), logits(model, ids))
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+@pytest.mark.parametrize(("subject", "spec"), cells(CAUSAL, ATTENDING))
+def test_a_cache_copied_repeated_and_selected_keeps_its_positions(subject: str, spec: str, pickled: bool) -> None:
+    """What prefix caching, beams and best-of-n sampling do to a cache between two calls."""
+    model = patched(subject, spec)
+    short, long = tokens(1, 20), tokens(1, 23, seed=1)
+    padded, hidden = left_padded(model, short, 3)
+    ids, mask = torch.cat([padded, long]), torch.cat([hidden, torch.ones_like(long)])
+    cache = dynamic(model)
+    logits(model, ids, attention_mask=mask, past_key_values=cache)
+    cache = pickle.loads(pickle.dumps(cache)) if pickled else copy.deepcopy(cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert isinstance(cache, DynamicCache)
+    new = tokens(2, 4, seed=2)
+    longer = torch.cat([mask.flip(0), torch.ones_like(new)], dim=1)
+    said = logits(model, new, attention_mask=longer, past_key_values=cache)
+    assert_same(said[:1], logits(model, torch.cat([long, new[:1]], dim=1))[:, -4:])
+    assert_same(said[1:], logits(model, torch.cat([short, new[1:]], dim=1))[:, -4:])
 
 
 def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **how: object) -> Tensor:

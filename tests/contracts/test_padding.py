@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import StaticCache
 
+import hf_posenc as posenc
+from hf_posenc.errors import ConfigError
 from tests.models import (
     CAUSAL,
     SPECS,
@@ -89,3 +92,17 @@ def test_call_history_leaves_no_trace(subject: str, spec: str) -> None:
     before = logits(model, short)
     logits(model, tokens(3, reach(spec, 3 * TRAINED), seed=1))
     assert torch.equal(logits(model, short), before)
+
+
+@pytest.mark.parametrize(("subject", "spec"), cells(CAUSAL, list(SPECS)))
+def test_a_mask_may_be_as_long_as_a_static_cache_but_not_too_short(subject: str, spec: str) -> None:
+    model, ids = patched(subject, spec), tokens(2, 40)
+    expected = logits(model, ids)
+    cache, mask = StaticCache(config=model.config, max_cache_len=50), torch.zeros(2, 50, dtype=torch.long)
+    for start, end in ((0, 30), (30, 40)):
+        mask[:, :end] = 1
+        said = logits(model, ids[:, start:end], attention_mask=mask, past_key_values=cache)
+        assert_same(said, expected[:, start:end])
+    if posenc.verify(model).plan.route == "interposer":
+        with pytest.raises(ConfigError, match="the attention mask covers 2 tokens, but 40 are in the cache"):
+            logits(model, ids[:, :2], attention_mask=torch.ones(2, 2), past_key_values=cache)
