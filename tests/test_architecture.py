@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     *(
         "errors",
-        "registry positions",
+        "registry positions scaling",
         "config family",
+        "rotation",
         "encodings families",
         "length scores",
         "interposer declared",

@@ -210,7 +210,7 @@ def test_the_memo_never_outlives_its_positions() -> None:
         ({"scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fst": 32}}, "did you mean 'beta_fast'"),
         ({"scaling": {"rope_type": "linear", "factor": 4.0, ORIGINAL: 128}}, "has no key"),
         ({"scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 128.5}}, "whole number"),
-        ({"scaling": {"rope_type": "default", "factor": 2.0}}, "no other key"),
+        ({"scaling": {"rope_type": "default", "factor": 2.0}}, "has no key"),
         ({"scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
         (
             {"scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
