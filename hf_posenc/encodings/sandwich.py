@@ -1,0 +1,77 @@
+"""Sandwich: the inner products of sinusoidal positions, alone, as a bias.
+
+Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis", section 4.2:
+(sum over k of cos(d * 10000^(-2k/w)) - w/2) * H / (8h) for the distance d and head h of H, counted from 1. Checked
+against NVIDIA NeMo's `SandwichRelativePositionEmbedding`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.config import Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError
+from hf_posenc.positions import Geometry, Positions
+
+
+class SandwichEncoding(Encoding):
+    """Bias that falls about logarithmically with distance, at another rate in every head; nothing is trained."""
+
+    def __init__(self, config: Sandwich, geometry: Geometry) -> None:
+        super().__init__()
+        self.config = config
+        heads, pairs = geometry.num_attention_heads, config.width // 2
+        first = config.first_index
+        self.inv_freq = [10000.0 ** (-2 * k / config.width) for k in range(first, first + pairs)]
+        self.slopes = [heads / (8.0 * head) for head in range(1, heads + 1)]
+
+    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
+        """Return (1|b, h, q, k), float32 (float64 for float64 queries), zero on the diagonal and symmetric.
+
+        The cosine of a difference is a product of what queries and keys say by themselves, so the sum over k is a
+        matrix product, for positions in any order.
+        """
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float64, device=query.device)
+        slope = torch.tensor(self.slopes, dtype=dtype, device=query.device)
+        # from a common origin: the phases of a late window lose nothing to its lateness
+        origin = positions.key[:, :1]
+        waves = []
+        for ids in (positions.query, positions.key):
+            phases = (ids - origin).double()[..., None] * inv_freq
+            waves.append(torch.cat((phases.cos(), phases.sin()), dim=-1))  # (1|b, n, width)
+        total = waves[0] @ waves[1].mT - self.config.width / 2  # (1|b, q, k)
+        return slope[None, :, None, None] * total.to(dtype)[:, None]
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"width={self.config.width}, heads={len(self.slopes)}"
+
+
+@register_encoding
+@dataclass(frozen=True, kw_only=True)
+class Sandwich(EncodingConfig):
+    """Sinusoidal inner products as a bias; causal or symmetric, as the model is.
+
+    Attributes:
+        width: number of sines and cosines, even, >= 2; 128 in the paper, the width of a head in NeMo.
+        first_index: the k of the first pair. 1, as in NeMo, or 0, which gives the first pair a wavelength of 2 pi.
+    """
+
+    width: int = 128
+    first_index: int = 1
+
+    name: ClassVar[str] = "sandwich"
+    label: ClassVar[str] = "Sandwich"
+    module: ClassVar[type[Encoding]] = SandwichEncoding
+
+    def __post_init__(self) -> None:
+        """Check the fields; raises ConfigError."""
+        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 2 or self.width % 2:
+            raise ConfigError(f"Sandwich.width must be an even integer >= 2, was: {self.width!r}")
+        if isinstance(self.first_index, bool) or self.first_index not in (0, 1):
+            raise ConfigError(f"Sandwich.first_index must be 0 or 1, was: {self.first_index!r}")
