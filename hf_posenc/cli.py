@@ -140,3 +140,7 @@ def main() -> None:
     except PosencError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -209,7 +209,7 @@ def _training_arguments(config: FinetuneConfig) -> TrainingArguments:
         bf16=config.bf16 and on_cuda and torch.cuda.is_bf16_supported(),
         save_steps=config.save_steps,
         save_total_limit=2,  # a kill while the newest is written leaves the one before
-        logging_steps=max(1, config.max_steps // 50),
+        logging_steps=max(1, config.max_steps // 20),
         dataloader_drop_last=True,
         dataloader_pin_memory=on_cuda,
         use_cpu=not torch.accelerator.is_available(),  # unless told so, processes launched on CPUs train side by side
