@@ -109,6 +109,8 @@ SPECS: dict[str, posenc.EncodingConfig] = {
 }
 ENDLESS = [name for name in SPECS if name != "learned"]
 """Specs that reach past the trained length."""
+CORE = ["alibi", "learned-tile", "nope", "rope", "rope-dynamic", "sinusoidal"]
+"""One spec for every way of acting at all; the others differ from these in numbers only."""
 ATTENDING = ["alibi", "rope", "rope-dynamic"]
 """One spec for every way of acting inside attention: by bias, by rotated keys in the cache, by unrotated ones."""
 

@@ -10,6 +10,7 @@ from hf_posenc.errors import BackendError
 from tests.models import (
     ATTENDING,
     CAUSAL,
+    CORE,
     SPECS,
     SUBJECTS,
     TRAINED,
@@ -26,7 +27,7 @@ ALL = {**SUBJECTS, **VARIANTS}
 BIASED = ["alibi", "rope-dynamic"]
 
 
-@pytest.mark.parametrize(("subject", "spec"), cells(list(ALL), list(SPECS)))
+@pytest.mark.parametrize(("subject", "spec"), cells(list(ALL), [*ATTENDING, "learned-tile"]))
 def test_eager_equals_sdpa(subject: str, spec: str) -> None:
     ids = tokens(2 if "classifier" not in subject else 1, reach(spec, TRAINED + 20))
     assert_same(logits(patched(subject, spec, "eager"), ids), logits(patched(subject, spec, "sdpa"), ids))
@@ -43,7 +44,7 @@ def test_the_backend_can_be_changed_after_patching(subject: str, spec: str) -> N
 
 
 @pytest.mark.parametrize("backend", ["flash_attention_2", "flex_attention", "paged|sdpa"])
-@pytest.mark.parametrize(("subject", "spec"), cells(list(SUBJECTS), BIASED))
+@pytest.mark.parametrize(("subject", "spec"), cells(["gpt2", "opt", "llama", "bert"], BIASED))
 def test_a_backend_that_would_drop_the_scores_is_refused(subject: str, spec: str, backend: str) -> None:
     model = patched(subject, spec, own=True)
     for change in (backend, {"": backend}):
@@ -74,7 +75,7 @@ def test_flex_attention_carries_a_rotation(subject: str, spec: str) -> None:
     assert_same(logits(model, tokens(2, 30)), said, 1e-4)
 
 
-@pytest.mark.parametrize(("subject", "spec"), cells(list(SUBJECTS), list(SPECS)))
+@pytest.mark.parametrize(("subject", "spec"), cells(list(SUBJECTS), CORE))
 def test_attention_maps_are_the_ones_that_were_used(subject: str, spec: str) -> None:
     model = patched(subject, spec, "eager")
     length = reach(spec, TRAINED + 6)
