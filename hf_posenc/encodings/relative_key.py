@@ -1,0 +1,98 @@
+"""BERT's relative_key and relative_key_query, which transformers dropped in version 5.
+
+Huang et al. 2020, "Improve Transformer Models with Better Relative Position Embeddings", methods 1 to 4, as
+transformers 4 wrote them: with E the row of the distance l - r, the score of query l and key r gains
+q_l . E / sqrt(head_dim), and with relative_key_query also k_r . E / sqrt(head_dim). Checked against the code of
+transformers 4's `BertSelfAttention`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.config import Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.positions import Geometry, Positions
+
+TYPES = ("relative_key", "relative_key_query")
+
+
+class BertRelativeEncoding(Encoding):
+    """Bias of the products of query, and key, with the row of their distance; zero at the start, which changes nothing.
+
+    Legacy checkpoints carry one table a layer: the `distance_embedding.weight` of
+    `encoder.layer.N.attention.self` is this module's `distance_embedding.weight` of layer N, with `per_layer=True`,
+    bit for bit: same rows, same order.
+    """
+
+    def __init__(self, config: BertRelative, geometry: Geometry) -> None:
+        super().__init__()
+        self.config = config
+        self.reach = config.max_position_embeddings or geometry.max_position_embeddings
+        self.scaling: float = geometry.head_dim**-0.5
+        self.distance_embedding = nn.Embedding(2 * self.reach - 1, geometry.head_dim)
+        nn.init.zeros_(self.distance_embedding.weight)
+
+    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
+        """Return (b, h, q, k), float32 (float64 for float64 queries).
+
+        Distances past the table take its first or last row, where the reference had no answer.
+        """
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        table = self.distance_embedding.weight.to(dtype).T
+        index = positions.distance().clamp(1 - self.reach, self.reach - 1) + self.reach - 1  # (1|b, q, k)
+        heads = query.shape[:2]
+        total = (query.to(dtype) @ table).gather(-1, index[:, None].expand(*heads, -1, -1))
+        if self.config.position_embedding_type == "relative_key":
+            return total
+        rows = self.scaling * key.to(dtype) @ table  # (b, h_kv, k, rows)
+        met = rows.gather(-1, index.mT[:, None].expand(*rows.shape[:2], -1, -1)).mT
+        return total + met.repeat_interleave(heads[1] // key.shape[1], dim=1)
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return self.config.position_embedding_type
+
+
+@register_encoding
+@dataclass(frozen=True, kw_only=True)
+class BertRelative(EncodingConfig):
+    """Relative keys, and queries, of BERT; heads share the table.
+
+    Attributes:
+        position_embedding_type: `relative_key`, or `relative_key_query`, whose keys are divided by sqrt(head_dim)
+            whatever the model does with its queries.
+        max_position_embeddings: distances up to this number less one, in tokens, have a row; None takes the length of
+            the model.
+        per_layer: a table for every layer, as in legacy checkpoints, instead of one for all. Neutral value: False.
+    """
+
+    position_embedding_type: str = "relative_key"
+    max_position_embeddings: int | None = None
+    per_layer: bool = False
+
+    name: ClassVar[str] = "bert_relative"
+    label: ClassVar[str] = "BertRelative"
+    module: ClassVar[type[Encoding]] = BertRelativeEncoding
+
+    def __post_init__(self) -> None:
+        """Check the fields; raises ConfigError."""
+        rows = self.max_position_embeddings
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise ConfigError(f"BertRelative.max_position_embeddings must be a positive integer or None, was: {rows!r}")
+        if self.position_embedding_type not in TYPES:
+            known = did_you_mean(str(self.position_embedding_type), TYPES)
+            raise ConfigError(f"unknown BertRelative.position_embedding_type {self.position_embedding_type!r}; {known}")
+        if not isinstance(self.per_layer, bool):
+            raise ConfigError(f"BertRelative.per_layer must be True or False, was: {self.per_layer!r}")
+
+    def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> BertRelative:
+        """Record the model's own length where none was given."""
+        rows = self.max_position_embeddings or geometry.max_position_embeddings
+        return dataclasses.replace(self, max_position_embeddings=rows)

@@ -1,0 +1,102 @@
+"""BERT's relative_key and relative_key_query against their twin, and the weights of legacy checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_posenc as posenc
+from hf_posenc.errors import ConfigError
+from tests import naive_additive as naive
+
+BOTH = ["relative_key", "relative_key_query"]
+
+
+def built(heads: int = 4, shared: int = 2, dim: int = 6, length: int = 16, **fields: Any) -> Any:
+    shape = posenc.Geometry(
+        hidden_size=heads * dim,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        head_dim=dim,
+        max_position_embeddings=length,
+        causal=False,
+    )
+    torch.manual_seed(0)
+    encoding = posenc.build(posenc.encoding("bert_relative", **fields), shape)
+    torch.nn.init.normal_(encoding.get_parameter("distance_embedding.weight"))
+    return encoding
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("length", [1, 4, 512])
+def test_bias_equals_the_naive_one(kind: str, length: int) -> None:
+    encoding = built(position_embedding_type=kind, max_position_embeddings=length).double()
+    table = encoding.distance_embedding.weight.tolist()
+    at, to = [5, 6, 900], [0, 3, 5, 6, 7, 131072]
+    query, key = torch.randn(2, 4, 3, 6).double(), torch.randn(2, 2, 6, 6).double()
+    bias = encoding.bias(query, key, posenc.Positions(query=torch.tensor([at]), key=torch.tensor([to])))
+    keys = key.tolist() if kind == "relative_key_query" else [None, None]
+    expected = [naive.bert_relative(q, k, table, at, to, 6**-0.5) for q, k in zip(query.tolist(), keys, strict=True)]
+    assert torch.allclose(bias, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+
+
+def test_rows_by_distance() -> None:
+    """Published for 512: (query, key) (0, 0), (0, 511), (511, 0) and (3, 5) take rows 511, 0, 1022 and 509."""
+    encoding = built(dim=1, length=512)
+    with torch.no_grad():
+        encoding.distance_embedding.weight.copy_(torch.arange(1023.0)[:, None])
+    for query, key, row in ((0, 0, 511), (0, 511, 0), (511, 0, 1022), (3, 5, 509)):
+        positions = posenc.Positions(query=torch.tensor([[query]]), key=torch.tensor([[key]]))
+        assert encoding.bias(torch.ones(1, 4, 1, 1), torch.ones(1, 2, 1, 1), positions)[0, 0].item() == row
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_whole_attention_as_legacy_bert_wrote_it(kind: str) -> None:
+    """Scores are the sum of the products, all of it divided by sqrt(head_dim) afterwards."""
+    encoding = built(shared=4, position_embedding_type=kind)
+    weight = encoding.distance_embedding.weight
+    query, key = torch.randn(1, 4, 9, 6), torch.randn(1, 4, 9, 6)
+    steps = torch.arange(9)
+    distance = weight[steps[:, None] - steps[None] + 15]  # (l, r, d)
+    theirs = query @ key.mT + torch.einsum("bhld,lrd->bhlr", query, distance)
+    if kind == "relative_key_query":
+        theirs = theirs + torch.einsum("bhrd,lrd->bhlr", key, distance)
+    query = query * 6**-0.5
+    ours = query @ key.mT + encoding.bias(query, key, posenc.Positions(query=steps[None], key=steps[None]))
+    assert torch.allclose(ours, theirs / 6**0.5, atol=1e-5)
+
+
+def test_a_legacy_table_loads_as_it_is() -> None:
+    encoding = built(length=512)
+    legacy = {"bert.encoder.layer.3.attention.self.distance_embedding.weight": torch.randn(1023, 6)}
+    prefix = "bert.encoder.layer.3.attention.self."
+    encoding.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in legacy.items()})
+    assert torch.equal(encoding.distance_embedding.weight, *legacy.values())
+
+
+def test_the_length_of_the_model_is_recorded() -> None:
+    config = posenc.encoding("bert_relative").for_model(
+        posenc.Geometry(
+            hidden_size=8,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=4,
+            max_position_embeddings=77,
+            causal=True,
+        )
+    )
+    assert config.to_dict()["max_position_embeddings"] == 77
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_embedding_type": "relative_keys"}, "did you mean 'relative_key'"),
+        ({"max_position_embeddings": 0}, "positive integer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(**fields)
