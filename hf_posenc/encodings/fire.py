@@ -1,0 +1,130 @@
+"""FIRE: a small network maps the distance, relative to how far the text has come, to a bias per head.
+
+Li et al. 2024, "Functional Interpolation for Relative Positions Improves Long Context Transformers", equations 5-8:
+f(psi(i - j) / psi(max(i, L))) with psi(x) = log(c x + 1), a trained c, a trained multiple of a threshold length L, and
+f of one hidden ReLU layer. Checked against the code of DAPE (chuanyang-Zheng/DAPE).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.config import Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
+from hf_posenc.positions import Geometry, Positions
+
+THRESHOLDS = ("half_length", "length")
+COUNTS = ("from_zero", "from_one")
+EPS = 1e-6
+"""Added to the denominator, as in the reference: the first query divides by psi(0) where the threshold is 0."""
+
+
+class FIREEncoding(Encoding):
+    """Bias by an interpolated function of the distance; its last layer is zero at the start, so it changes nothing."""
+
+    def __init__(self, config: FIRE, geometry: Geometry) -> None:
+        super().__init__()
+        self.config = config
+        length = config.original_max_position_embeddings or geometry.max_position_embeddings
+        self.threshold = length // 2 if config.threshold == "half_length" else length
+        self.c = nn.Parameter(torch.tensor(0.1))
+        self.length_multiplier = nn.Parameter(torch.tensor(1.0))
+        self.hidden = nn.Linear(1, config.width)
+        self.output = nn.Linear(config.width, geometry.num_attention_heads)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
+        """Return (1|b, h, q, k), float32 (float64 for float64 queries); keys ahead count as being as far behind."""
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        c = self.c.to(dtype)
+        come = positions.query.to(dtype) + (1 if self.config.count == "from_one" else 0)
+        far = torch.maximum(come, (self.length_multiplier.to(dtype) * self.threshold).abs())
+        scale = torch.log1p((c * far).abs()) + EPS  # (1|b, q)
+        x = torch.log1p((c * positions.distance().to(dtype)).abs()) / scale[..., None]  # (1|b, q, k)
+        knots, slopes, heights = self.pieces(dtype)
+        piece = torch.bucketize(x.detach(), knots)
+        lines = nn.functional.embedding(piece, torch.cat((slopes, heights), dim=-1)).permute(0, 3, 1, 2)
+        slope, height = lines.chunk(2, dim=1)
+        return slope * x[:, None] + height
+
+    def pieces(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the network as the piecewise linear function that it is.
+
+        The kinks, ascending, (width,), and slope and height of each piece before, between and behind them,
+        (width + 1, h) each. A score then costs a look-up and not `width` products; gradients are those of the network.
+        Kinks outside of -1 .. 1e6 are moved there, past every argument there is.
+        """
+        w, b = self.hidden.weight.to(dtype)[:, 0], self.hidden.bias.to(dtype)
+        out, offset = self.output.weight.to(dtype), self.output.bias.to(dtype)
+        with torch.no_grad():
+            flat = w == 0  # such a unit has no kink; one where nothing changes does no harm
+            knots = torch.where(flat, 0.0, -b / torch.where(flat, 1.0, w)).clamp(-1, 1e6).sort().values.double()
+            ends = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
+            active = w.double() * ((ends[:-1] + ends[1:]) / 2)[:, None] + b.double() > 0
+        on = active.to(dtype)  # (width + 1, width)
+        return knots.to(dtype), on @ (out * w).T, on @ (out * b).T + offset
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"threshold={self.threshold}"
+
+
+@register_encoding
+@dataclass(frozen=True, kw_only=True)
+class FIRE(EncodingConfig):
+    """Functional interpolation for relative positions; for causal models only.
+
+    Attributes:
+        original_max_position_embeddings: length in tokens that the threshold is taken from, >= 2; None takes the length
+            of the model.
+        threshold: up to which query the denominator stays, before training moves it: `half_length`, as in the reference
+            code, or `length`.
+        count: position of the first query in the denominator: `from_zero`, as in the reference code, or `from_one`.
+        width: units of the hidden layer, >= 1; 32 in the paper.
+        per_layer: a network of its own for every layer, instead of one for all, as the paper allows both. Neutral
+            value: False.
+    """
+
+    original_max_position_embeddings: int | None = None
+    threshold: str = "half_length"
+    count: str = "from_zero"
+    width: int = 32
+    per_layer: bool = False
+
+    name: ClassVar[str] = "fire"
+    label: ClassVar[str] = "FIRE"
+    module: ClassVar[type[Encoding]] = FIREEncoding
+
+    def __post_init__(self) -> None:
+        """Check the fields; raises ConfigError."""
+        for field, least in (("original_max_position_embeddings", 2), ("width", 1)):
+            value = getattr(self, field)
+            optional = value is None and field != "width"
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"FIRE.{field} must be an integer >= {least}, was: {value!r}")
+        for field, known in (("threshold", THRESHOLDS), ("count", COUNTS)):
+            if getattr(self, field) not in known:
+                value = getattr(self, field)
+                raise ConfigError(f"unknown FIRE.{field} {value!r}; {did_you_mean(str(value), known)}")
+        if not isinstance(self.per_layer, bool):
+            raise ConfigError(f"FIRE.per_layer must be True or False, was: {self.per_layer!r}")
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise UnsupportedEncodingError for a model that is not causal."""
+        if not geometry.causal:
+            raise UnsupportedEncodingError(
+                "FIRE was asked for on a bidirectional model: it divides by how far the text has come at the query, "
+                "which says nothing of keys ahead. Choose t5 or kerple, which have a form for both sides."
+            )
+
+    def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> FIRE:
+        """Record the model's own length where none was given."""
+        length = self.original_max_position_embeddings or geometry.max_position_embeddings
+        return dataclasses.replace(self, original_max_position_embeddings=length)
