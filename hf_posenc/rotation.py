@@ -19,6 +19,8 @@ from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Geometry
 
 PAIRINGS = ("half_split", "interleaved")
+UNSEEN = -1e30
+"""Score of a key that an encoding hides: no weight in any softmax, and finite, so that gradients are."""
 
 
 def working_dtype(states: Tensor) -> torch.dtype:
@@ -135,7 +137,9 @@ class RotaryConfig(EncodingConfig):
     def for_model(self: R, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> R:
         """Fill in theta, rotated fraction, scaling and original length from the model."""
         filled = self._rope().for_model(geometry, rope_parameters).to_dict()
-        return dataclasses.replace(self, **{name: filled[name] for name in RotaryConfig.__dataclass_fields__})
+        return dataclasses.replace(
+            self, **{field.name: filled[field.name] for field in dataclasses.fields(RotaryConfig)}
+        )
 
     def causal_only(self, geometry: Geometry, reason: str) -> None:
         """Raise UnsupportedEncodingError, with the reason, for a model in which a query sees later keys."""
