@@ -114,3 +114,31 @@ def sinks(i: int, j: int, first: int, recent: int) -> int | None:
         if len(cache) > first + recent:
             cache.pop(first)
     return cache.index(i) - cache.index(j) if j in cache else None
+
+
+def xpos_score(query: Row, key: Row, distance: int, theta: float, dim: int, base: float) -> float:
+    """Sun et al. 2022, equation 12: the score of a pair fades by zeta^(distance / base)."""
+    speeds = frequencies(theta, dim)
+    turned, score = rotated(query, distance, speeds), 0.0
+    for k in range(len(query)):
+        pair = k % (dim // 2)
+        zeta = (2 * pair / dim + 0.4) / 1.4 if k < dim else 1.0
+        score += turned[k] * key[k] * zeta ** (distance / base)
+    return score
+
+
+def temperature(kind: str, position: int, seen: int, scale: float, length: int, offset: float = 0.0) -> float:
+    """The factor on the scores of one query at that position, which sees so many keys."""
+    if kind in ("constant", "per_head"):
+        return scale
+    if kind == "log_n":
+        return max(1.0, math.log(seen) / math.log(length))
+    if kind in ("ssmax", "ssmax_paper"):
+        return scale * math.log(seen) + offset
+    if kind == "llama4":
+        return 1 + scale * math.log1p((position + 1) // length)
+    if kind == "ministral3":
+        return 1 + scale * math.log(1 + position // length)
+    if kind == "inkling":
+        return 1 + scale * math.log(max(1.0, (position + 1) / length))
+    return float((1 + (position + 1) / length) ** scale)
