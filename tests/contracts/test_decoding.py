@@ -16,6 +16,7 @@ from tests.models import (
     CORE,
     TRAINED,
     VARIANTS,
+    VOCABULARY,
     assert_same,
     cells,
     in_steps,
@@ -144,7 +145,8 @@ def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, *
     """New tokens, greedy unless told otherwise."""
     mask = torch.ones_like(ids) if mask is None else mask
     found = model.generate(ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False, **how)
-    return found[:, ids.shape[1] :]  # type: ignore[no-any-return]
+    # transformers 5.5 appends one token too many where it looks prompts up
+    return found[:, ids.shape[1] : ids.shape[1] + 12]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("subject", "spec"), cells(CAUSAL, [*ATTENDING, "sinusoidal", "learned-tile"]))
@@ -158,7 +160,7 @@ def test_generate_takes_the_tokens_that_full_forwards_take(subject: str, spec: s
     assert torch.equal(generated(model, ids), expected)
     assert torch.equal(generated(model, ids, cache_implementation="static"), expected)
     assert torch.equal(generated(model, ids, use_cache=False), expected)
-    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), expected)
+    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3, eos_token_id=VOCABULARY), expected)
 
 
 @pytest.mark.parametrize(("subject", "spec"), cells(CAUSAL, [*ATTENDING, "sinusoidal", "learned-tile"]))
