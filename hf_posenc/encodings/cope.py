@@ -41,10 +41,10 @@ class CoPEEncoding(Encoding):
         behind = torch.arange(key.shape[2], device=key.device) <= slots
         counts = scores.sigmoid() * behind
         place = counts.flip(-1).cumsum(-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
-        below = place.floor()
         rows = self.unscaled * query @ self.weight.to(dtype).T  # (b, h, q, rows)
-        low, high = rows.gather(-1, below.long()), rows.gather(-1, place.ceil().long())
-        return torch.lerp(low, high, place - below)
+        steps = rows.diff(dim=-1, append=rows[..., -1:])
+        below = place.long()
+        return torch.addcmul(rows.gather(-1, below), place - below, steps.gather(-1, below))
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

@@ -52,7 +52,7 @@ class FIREEncoding(Encoding):
         piece = torch.bucketize(x.detach(), knots)
         lines = nn.functional.embedding(piece, torch.cat((slopes, heights), dim=-1)).permute(0, 3, 1, 2)
         slope, height = lines.chunk(2, dim=1)
-        return slope * x[:, None] + height
+        return torch.addcmul(height, slope, x[:, None])
 
     def pieces(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return the network as the piecewise linear function that it is.

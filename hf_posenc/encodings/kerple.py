@@ -52,8 +52,16 @@ class KerpleEncoding(Encoding):
         The magnitude is symmetric: in an encoder a key ahead costs what one as far behind costs.
         """
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        r1, r2 = (r[None, :, None, None] for r in self.parameters_by_head(dtype))
-        distance = positions.distance().abs().to(dtype)[:, None]  # (1|b, 1, q, k)
+        distance = positions.distance().abs()  # (1|b, q, k)
+        farthest = int(distance.amax())
+        if farthest > 4 * sum(distance.shape[1:]):  # positions with gaps
+            return self.penalty(distance.to(dtype)[..., None]).permute(0, 3, 1, 2)
+        table = self.penalty(torch.arange(farthest + 1, dtype=dtype, device=query.device)[:, None])
+        return nn.functional.embedding(distance, table).permute(0, 3, 1, 2)
+
+    def penalty(self, distance: Tensor) -> Tensor:
+        """Return the bias at distances in tokens, (..., 1) floating point -> (..., h)."""
+        r1, r2 = self.parameters_by_head(distance.dtype)
         if self.config.kernel == "log":
             return -r1 * torch.log1p(r2 * distance)
         # at distance 0 the power has the slope 0 * log 0 in r2

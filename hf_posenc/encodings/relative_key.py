@@ -34,6 +34,7 @@ class BertRelativeEncoding(Encoding):
     def __init__(self, config: BertRelative, geometry: Geometry) -> None:
         super().__init__()
         self.config = config
+        self.one_sided = geometry.causal
         self.reach = config.max_position_embeddings or geometry.max_position_embeddings
         self.scaling: float = geometry.head_dim**-0.5
         self.distance_embedding = nn.Embedding(2 * self.reach - 1, geometry.head_dim)
@@ -42,17 +43,22 @@ class BertRelativeEncoding(Encoding):
     def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
         """Return (b, h, q, k), float32 (float64 for float64 queries).
 
-        Distances past the table take its first or last row, where the reference had no answer.
+        Distances past the table take its first or last row, where the reference had no answer; keys ahead of a causal
+        query count as distance 0.
         """
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        table = self.distance_embedding.weight.to(dtype).T
-        index = positions.distance().clamp(1 - self.reach, self.reach - 1) + self.reach - 1  # (1|b, q, k)
+        nearest = 0 if self.one_sided else 1 - self.reach
+        index = positions.distance().clamp(nearest, self.reach - 1) - nearest  # (1|b, q, k)
+        table = self.distance_embedding.weight.to(dtype)[nearest + self.reach - 1 :]  # (r, d)
         heads = query.shape[:2]
-        total = (query.to(dtype) @ table).gather(-1, index[:, None].expand(*heads, -1, -1))
+        total = (query.to(dtype) @ table.T).gather(-1, index[:, None].expand(*heads, -1, -1))
         if self.config.position_embedding_type == "relative_key":
             return total
-        rows = self.scaling * key.to(dtype) @ table  # (b, h_kv, k, rows)
-        met = rows.gather(-1, index.mT[:, None].expand(*rows.shape[:2], -1, -1)).mT
+        keys = self.scaling * key.to(dtype)
+        if query.shape[2] * table.shape[1] < key.shape[1] * len(table):  # few queries: most rows meet no key
+            met = torch.einsum("bhkd,bqkd->bhqk", keys, table[index].expand(len(key), -1, -1, -1))
+        else:
+            met = (keys @ table.T).gather(-1, index.mT[:, None].expand(*key.shape[:2], -1, -1)).mT
         return total + met.repeat_interleave(heads[1] // key.shape[1], dim=1)
 
     def extra_repr(self) -> str:

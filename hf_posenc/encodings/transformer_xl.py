@@ -49,7 +49,9 @@ class TransformerXLEncoding(Encoding):
         met, index = _distinct(distance)
         phases = met.double()[:, None] * torch.tensor(self.inv_freq, dtype=torch.float64, device=query.device)
         waves = torch.cat((phases.sin(), phases.cos()), dim=-1).to(dtype)  # (r, hidden_size)
-        rows = (query.to(dtype) + self.scaling * v[:, None]) @ (w @ waves.T)  # (b, h, q, r)
+        asked = query.to(dtype) + self.scaling * v[:, None]
+        few = query.shape[0] * query.shape[2] < v.shape[1]
+        rows = asked @ w @ waves.T if few else asked @ (w @ waves.T)  # (b, h, q, r), by whichever way is shorter
         places = rows.gather(-1, index[:, None].expand(*rows.shape[:2], -1, -1))
         heads = key.to(dtype).repeat_interleave(len(u) // key.shape[1], dim=1)  # (b, h, k, d)
         return places + self.scaling * torch.einsum("hd,bhkd->bhk", u, heads)[:, :, None]

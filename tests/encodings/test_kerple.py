@@ -35,11 +35,11 @@ def bias(encoding: Any, at: list[int], to: list[int]) -> Any:
     return encoding.bias(query, key, posenc.Positions(query=torch.tensor([at]), key=torch.tensor([to])))
 
 
+@pytest.mark.parametrize(("at", "to"), [([5, 6, 900], [0, 3, 5, 6, 7, 131072]), ([2, 3, 4], [0, 1, 2, 3, 4, 5])])
 @pytest.mark.parametrize(("kernel", "kept"), KINDS)
-def test_bias_equals_the_naive_one(kernel: str, kept: str) -> None:
+def test_bias_equals_the_naive_one(kernel: str, kept: str, at: list[int], to: list[int]) -> None:
     encoding = built(kernel=kernel, parametrization=kept)
     r1, r2 = (r.tolist() for r in encoding.parameters_by_head(torch.float64))
-    at, to = [5, 6, 900], [0, 3, 5, 6, 7, 131072]
     expected = torch.tensor([naive.kerple(r1, r2, kernel, at, to)], dtype=torch.float64)
     assert torch.allclose(bias(encoding, at, to), expected, rtol=1e-12, atol=0)
 

@@ -14,14 +14,14 @@ from tests import naive_additive as naive
 BOTH = ["relative_key", "relative_key_query"]
 
 
-def built(heads: int = 4, shared: int = 2, dim: int = 6, length: int = 16, **fields: Any) -> Any:
+def built(heads: int = 4, shared: int = 2, dim: int = 6, length: int = 16, causal: bool = False, **fields: Any) -> Any:
     shape = posenc.Geometry(
         hidden_size=heads * dim,
         num_attention_heads=heads,
         num_key_value_heads=shared,
         head_dim=dim,
         max_position_embeddings=length,
-        causal=False,
+        causal=causal,
     )
     torch.manual_seed(0)
     encoding = posenc.build(posenc.encoding("bert_relative", **fields), shape)
@@ -40,6 +40,19 @@ def test_bias_equals_the_naive_one(kind: str, length: int) -> None:
     keys = key.tolist() if kind == "relative_key_query" else [None, None]
     expected = [naive.bert_relative(q, k, table, at, to, 6**-0.5) for q, k in zip(query.tolist(), keys, strict=True)]
     assert torch.allclose(bias, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("queries", [1, 9])
+def test_a_decoder_meets_the_same_rows(kind: str, queries: int) -> None:
+    """Nothing ahead of a query is seen, so half of the table is not even multiplied."""
+    query, key = torch.randn(1, 4, queries, 6), torch.randn(1, 2, 9, 6)
+    to = torch.arange(9)[None]
+    positions = posenc.Positions(query=to[:, -queries:], key=to)
+    one, other = (built(causal=c, position_embedding_type=kind).bias(query, key, positions) for c in (True, False))
+    seen = positions.distance()[0] >= 0
+    assert torch.allclose(one[..., seen], other[..., seen], atol=1e-5)
+    assert queries == 1 or not torch.allclose(one, other, atol=1e-2)
 
 
 def test_rows_by_distance() -> None:
