@@ -53,7 +53,7 @@ class TemperedEncoding(Encoding):
         if config.kind == "ssmax":
             self.offset = nn.Parameter(torch.ones(geometry.num_attention_heads))
 
-    def overrides(self, hook: str) -> bool:  # type: ignore[override]
+    def overrides(self, hook: str) -> bool:
         """Tell whether this encoding gives `hook` a meaning of its own, which depends on the one inside."""
         return hook == "temperature" or self.inner.overrides(hook)
 
