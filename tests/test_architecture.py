@@ -28,7 +28,7 @@ FLOORS = [
         "interposer declared",
         "inputs",
     ),
-    *("modeling", "surgery", "verify", "patching", "data evaluation", "plots", "report", "hub", "conversion"),
+    *("modeling", "surgery", "verify", "patching", "data collators evaluation", "plots", "report", "hub", "conversion"),
     *("quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
