@@ -164,6 +164,8 @@ def test_a_patch_draws_no_random_numbers_and_leaves_modes_alone(subject: str, sp
     if not spec.startswith("learned"):  # a table starts from random rows, which the old ones then replace
         assert torch.equal(torch.random.get_rng_state(), state)
     assert all(module.training is modes.get(module, True) for module in model.modules())
+    evaluated = posenc.patch(SUBJECTS[subject].fresh(), SPECS[spec])
+    assert not any(module.training for module in evaluated.modules())
 
 
 def optimized(model: PreTrainedModel) -> Any:
