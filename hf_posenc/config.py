@@ -7,7 +7,7 @@ module with up to four hooks. Neither knows of transformers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -87,10 +87,50 @@ class Encoding(nn.Module):
         """Return the number of positions this encoding can express, or None where it has no end."""
         return None
 
-    @classmethod
-    def overrides(cls, hook: str) -> bool:
-        """Tell whether this class gives `hook` a meaning of its own."""
-        return getattr(cls, hook) is not getattr(Encoding, hook)
+    def overrides(self, hook: str) -> bool:
+        """Tell whether this encoding gives `hook` a meaning of its own."""
+        return getattr(type(self), hook) is not getattr(Encoding, hook)
+
+
+class Layers(Encoding):
+    """An encoding for every layer.
+
+    Attention modules take the hooks of their own layer; what is added to the token embedding comes from the first one
+    that adds anything.
+
+    Args:
+        layers: one encoding a layer, in order.
+    """
+
+    def __init__(self, layers: Sequence[Encoding]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        grown = [layer.rotation_grows_after for layer in layers if layer.rotation_grows_after is not None]
+        self.rotation_grows_after = min(grown, default=None)
+
+    def of(self, index: int) -> Encoding:
+        """Return the encoding of one layer."""
+        layer: Encoding = self.layers[index]  # type: ignore[assignment]
+        return layer
+
+    def overrides(self, hook: str) -> bool:
+        """Tell whether any layer gives `hook` a meaning of its own."""
+        return any(self.of(index).overrides(hook) for index in range(len(self.layers)))
+
+    def embed(self, position_ids: Tensor) -> Tensor | None:
+        """Return what the first layer that adds to the token embedding adds: (b, n) -> (b, n, hidden_size) or None."""
+        found = (self.of(index).embed(position_ids) for index in range(len(self.layers)))
+        return next((added for added in found if added is not None), None)
+
+    def adopt(self, table: Tensor | None) -> None:
+        """Let every layer take over what it can from the table being replaced, (rows, hidden_size) or None."""
+        for index in range(len(self.layers)):
+            self.of(index).adopt(table)
+
+    def max_positions(self) -> int | None:
+        """Return the smallest number of positions that a layer can express, or None where none has an end."""
+        found = (self.of(index).max_positions() for index in range(len(self.layers)))
+        return min((rows for rows in found if rows is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +159,12 @@ class EncodingConfig:
         """
         self.check(geometry)
         return self.module(self, geometry)
+
+    def build_layers(self, geometry: Geometry, layers: int) -> Encoding:
+        """Return the module for a model of so many layers: one that all share, or `Layers` where `per_layer` is set."""
+        if getattr(self, "per_layer", False):
+            return Layers([self.build(geometry) for _ in range(layers)])
+        return self.build(geometry)
 
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> EncodingConfig:
         """Return this config with every default that is read from the model filled in.

@@ -26,7 +26,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
 from hf_posenc.positions import Positions
-from hf_posenc.scores import Output, Scores, attend_by_length, attend_in_blocks, fitted
+from hf_posenc.scores import (
+    Output,
+    Scores,
+    attend_by_length,
+    attend_in_blocks,
+    fitted,
+    fitted_gates,
+    own_attention,
+    with_gates,
+    without_gates,
+)
 
 NAME = "posenc"
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
@@ -49,15 +59,26 @@ class Joint:
         found = self.override if self.override is not None else self.body.posenc
         return found  # type: ignore[return-value]
 
+    def of(self, module: nn.Module) -> Encoding:
+        """Return the encoding of one attention module: that of its layer, where layers have their own."""
+        encoding = self.encoding
+        layers = getattr(encoding, "layers", None)
+        return encoding if layers is None else layers[module.posenc_layer]
+
 
 def uses_attention(encoding: Encoding) -> bool:
     """Tell whether the encoding acts inside attention at all."""
-    return encoding.overrides("rotate") or encoding.overrides("bias")
+    return any(encoding.overrides(hook) for hook in ("rotate", "rotate_key", "bias", "temperature", "score"))
 
 
 def uses_key_positions(encoding: Encoding) -> bool:
     """Tell whether a query has to know the positions of cached keys."""
-    return encoding.overrides("bias") or encoding.rotation_grows_after is not None
+    return encoding.overrides("bias") or encoding.overrides("score") or encoding.rotation_grows_after is not None
+
+
+def caches_bare_keys(encoding: Encoding) -> bool:
+    """Tell whether keys have to be cached as projected, since how they turn depends on who looks at them."""
+    return encoding.overrides("score") or encoding.rotation_grows_after is not None
 
 
 def check_backend(encoding: Encoding, backend: str | None) -> None:
@@ -72,19 +93,27 @@ def check_backend(encoding: Encoding, backend: str | None) -> None:
 class _Call:
     """One call of one attention module; stands in for its cache."""
 
-    def __init__(self, encoding: Encoding, positions: Positions, cache: Any) -> None:
+    def __init__(self, encoding: Encoding, positions: Positions, cache: Any, gates: Tensor | None) -> None:
         self.encoding = encoding
         self.positions = positions
         self.cache = cache
+        self.gates = gates  # (b, h, n) of the new keys, from the cache on of all keys
         self.keys_done = False
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rotate the new keys, unless they must be cached as they are, and hand them to the cache."""
-        if self.encoding.rotation_grows_after is None:
-            key = self.encoding.rotate(key, self.encoding.remap(self.positions.query))
+        key = self.turned(key, self.encoding.remap(self.positions.query))
         self.keys_done = True
-        updated: tuple[Tensor, Tensor] = self.cache.update(key, value, *args, **kwargs)
-        return updated
+        if self.gates is not None:
+            key = with_gates(key, self.gates)
+        key, value = self.cache.update(key, value, *args, **kwargs)
+        if self.gates is not None:
+            key, self.gates = without_gates(key, self.gates)
+        return key, value
+
+    def turned(self, key: Tensor, position_ids: Tensor) -> Tensor:
+        """Return keys as they are cached, (b, h_kv, n, d)."""
+        return key if caches_bare_keys(self.encoding) else self.encoding.rotate_key(key, position_ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -141,7 +170,8 @@ def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
         positions = kwargs.pop("posenc_positions", None)
         if positions is None:
             positions = _plain_positions(kwargs["hidden_states"], kwargs.get("position_ids"), cache)
-        call = _Call(self.posenc_joint.encoding, positions, cache)  # type: ignore[union-attr, arg-type]
+        encoding: Encoding = self.posenc_joint.of(self)  # type: ignore[union-attr, operator]
+        call = _Call(encoding, positions, cache, encoding.gate(kwargs["hidden_states"]))
         if given and cache_name:
             kwargs.pop(given)
             kwargs[cache_name] = call
@@ -216,23 +246,31 @@ def posenc_attention(
             # a static cache filled for the first time: the slots behind the queries are empty
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         positions = fitted(positions, key.shape[2])
-    positions = Positions(query=encoding.remap(positions.query), key=encoding.remap(positions.key))
-    if not uses_key_positions(encoding):
+    positions = Positions(
+        query=encoding.remap(positions.query), key=encoding.remap(positions.key), gates=fitted_gates(call.gates, key)
+    )
+    temperature = encoding.temperature(positions.query)
+    if temperature is not None:
+        query = query * temperature[..., None].to(query.dtype)
+    key = key if call.keys_done else call.turned(key, positions.key)
+    if not caches_bare_keys(encoding):
         query = encoding.rotate(query, positions.query)
-        key = key if call.keys_done else encoding.rotate(key, positions.key)
+    if not uses_key_positions(encoding):
         return stock(module, query, key, value, attention_mask, **kwargs)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Output:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, _: Tensor) -> Output:
         return stock(module, query, key, value, mask, **kwargs)
 
     # the CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
     wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
     dtype = torch.float32 if wide else query.dtype
-    scores = Scores(encoding, positions, mask=attention_mask, causal=causal, dtype=dtype)
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    scores = Scores(encoding, positions, mask=attention_mask, causal=causal, dtype=dtype, scaling=scaling)
+    if encoding.overrides("score"):
+        dropout = kwargs.get("dropout", 0.0)
+        return attend_in_blocks(scores, own_attention(scores, dropout=dropout), query, key, value)
     if encoding.rotation_grows_after is not None:
         return attend_by_length(scores, attend, query, key, value)
-    query = encoding.rotate(query, positions.query)
-    key = key if call.keys_done else encoding.rotate(key, positions.key)
     return attend_in_blocks(scores, attend, query, key, value)
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hf_posenc.config import EncodingConfig
 from hf_posenc.errors import ConfigError, PatchStateError, UnsupportedFamilyError
 from hf_posenc.family import Family, find_family
-from hf_posenc.surgery import PatchPlan, install, make_plan, record_of, remove
+from hf_posenc.planning import PatchPlan, make_plan
+from hf_posenc.surgery import install, record_of, remove
 from hf_posenc.verify import Probe, verify
 
 M = TypeVar("M", bound=PreTrainedModel)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.config import Encoding
+from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Positions
 
 SCORES_AT_ONCE = 2**25
 """Scores whose bias is materialised at a time, 128 MiB in float32; longer calls go through in blocks of queries."""
 
 Output = tuple[Tensor, Tensor | None]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Output]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Output]
+"""Takes queries, keys, values, what is added to the scores, and the indices of these queries in the call."""
 
 
 def fitted(positions: Positions, keys: int) -> Positions:
@@ -25,6 +27,39 @@ def fitted(positions: Positions, keys: int) -> Positions:
     known = positions.key[:, -keys:] if positions.key.shape[-1] > keys else positions.key
     missing = keys - known.shape[-1]
     return Positions(query=positions.query, key=nn.functional.pad(known, (0, missing)) if missing else known)
+
+
+def with_gates(key: Tensor, gates: Tensor) -> Tensor:
+    """Return keys with what is remembered of them as further dimensions, which then goes wherever the cache takes them.
+
+    Args:
+        key: (b, h_kv, n, d).
+        gates: (b, h, n) float32; in half precision each is kept as the sum of three numbers.
+    """
+    groups = gates.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # (b, h_kv, n, h / h_kv)
+    columns = []
+    for _ in range(_columns(key)):
+        part = groups.to(key.dtype)
+        columns.append(part)
+        groups = groups - part.to(groups.dtype)
+    return torch.cat([key, *columns], dim=-1)
+
+
+def without_gates(key: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `with_gates` on all keys of a cache: (b, h_kv, k, d + ...), new gates -> (b, h_kv, k, d), (b, h, k)."""
+    each = gates.shape[1] // key.shape[1]
+    width = key.shape[-1] - each * _columns(key)
+    parts = key[..., width:].to(gates.dtype).unflatten(-1, (-1, each)).sum(-2)  # (b, h_kv, k, h / h_kv)
+    return key[..., :width], parts.transpose(2, 3).flatten(1, 2)
+
+
+def _columns(key: Tensor) -> int:
+    return 3 if key.dtype in (torch.bfloat16, torch.float16) else 1
+
+
+def fitted_gates(gates: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return the gates of as many keys as there are, where a static cache was cut to its filled slots."""
+    return None if gates is None else gates[..., : key.shape[2]]
 
 
 class Scores:
@@ -36,24 +71,48 @@ class Scores:
         mask: None, boolean or additive, (1|b, 1|h, q, k).
         causal: whether a call without a mask means a causal one.
         dtype: what the attention function takes.
+        scaling: factor that makes a score of the product of query and key.
     """
 
     def __init__(
-        self, encoding: Encoding, positions: Positions, *, mask: Tensor | None, causal: bool, dtype: torch.dtype
+        self,
+        encoding: Encoding,
+        positions: Positions,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        dtype: torch.dtype,
+        scaling: float,
     ) -> None:
         self.encoding = encoding
         self.positions = positions
         self.mask = mask
         self.dtype = dtype
+        self.scaling = scaling
         self.triangle = mask is None and causal  # the caller left causality to the attention function
         self.past = positions.key.shape[1] - positions.query.shape[1]
 
     def row(self, index: int) -> Scores:
         """Return the same for one row of the batch."""
-        query, key = self.positions.query, self.positions.key
-        positions = Positions(query=query[index % len(query)][None], key=key[index % len(key)][None])
+        query, key, gates = self.positions.query, self.positions.key, self.positions.gates
+        positions = Positions(
+            query=query[index % len(query)][None],
+            key=key[index % len(key)][None],
+            gates=None if gates is None else gates[index][None],
+        )
         mask = None if self.mask is None else self.mask[index % len(self.mask)][None]
-        return Scores(self.encoding, positions, mask=mask, causal=self.triangle, dtype=self.dtype)
+        return Scores(
+            self.encoding, positions, mask=mask, causal=self.triangle, dtype=self.dtype, scaling=self.scaling
+        )
+
+    def at(self, rows: Tensor, keys: int) -> Positions:
+        """Return the positions of the queries at these indices and of the first so many keys."""
+        gates = self.positions.gates
+        return Positions(
+            query=self.positions.query[:, rows],
+            key=self.positions.key[:, :keys],
+            gates=None if gates is None else gates[..., :keys],
+        )
 
     def keys_seen(self, rows: Tensor) -> int:
         """Return how many keys, from the first, the queries at these ascending indices can see."""
@@ -68,8 +127,7 @@ class Scores:
             rows: ascending indices of the queries in the call, (rows,).
         """
         keys = key.shape[2]
-        positions = Positions(query=self.positions.query[:, rows], key=self.positions.key[:, :keys])
-        bias, mask = self.encoding.bias(query, key, positions), self.mask
+        bias, mask = self.encoding.bias(query * self.scaling, key, self.at(rows, keys)), self.mask
         if mask is not None:
             mask = mask[:, :, rows, :keys]
         elif self.triangle:
@@ -82,6 +140,22 @@ class Scores:
         return None if total is None else total.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
 
 
+def own_attention(scores: Scores, *, dropout: float) -> Attend:
+    """Return an attention function for encodings that give the scores themselves."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, rows: Tensor) -> Output:
+        score = scores.encoding.score(query * scores.scaling, key, scores.at(rows, key.shape[2]))
+        if score is None:
+            raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give the scores, and gave none.")
+        weights = (score if added is None else score + added).softmax(-1).to(value.dtype)  # (b, h, q, k)
+        groups = query.shape[1] // value.shape[1]
+        weights = nn.functional.dropout(weights, p=dropout)
+        output = weights @ value.repeat_interleave(groups, dim=1)
+        return output.transpose(1, 2).contiguous(), weights
+
+    return attend
+
+
 def attend_in_blocks(scores: Scores, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Output:
     """Attend with a bias that is materialised for a block of queries at a time."""
     total, keys = query.shape[2], key.shape[2]
@@ -90,7 +164,7 @@ def attend_in_blocks(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
     for rows in torch.arange(total).split(block):
         seen = scores.keys_seen(rows) if block < total else keys
         part, near = query[:, :, int(rows[0]) : int(rows[-1]) + 1], key[:, :, :seen]
-        output, weight = attend(part, near, value[:, :, :seen], scores.added(part, near, rows))
+        output, weight = attend(part, near, value[:, :, :seen], scores.added(part, near, rows), rows)
         outputs.append(output)
         if weight is not None:
             weights.append(nn.functional.pad(weight, (0, keys - seen)))
@@ -118,7 +192,7 @@ def attend_by_length(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
             seen, static = row.keys_seen(rows), encoding.at_length(length)
             q = static.rotate(query[one, :, rows], row.positions.query[:, rows])
             k = static.rotate(key[one, :, :seen], row.positions.key[:, :seen])
-            output, weight = attend(q, k, value[one, :, :seen], row.added(q, k, rows))
+            output, weight = attend(q, k, value[one, :, :seen], row.added(q, k, rows), rows)
             parts.append(output)
             order.append(rows)
             if weight is not None:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from hf_posenc.config import Encoding
 from hf_posenc.errors import PatchStateError, VerificationError
 from hf_posenc.interposer import CACHE_ARGUMENTS, interposed
-from hf_posenc.surgery import PatchPlan, attention_modules, record_of
+from hf_posenc.planning import PatchPlan, attention_modules
+from hf_posenc.surgery import record_of
 
 TOKENS = 16
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}

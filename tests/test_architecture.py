@@ -28,11 +28,11 @@ FLOORS = [
         "interposer declared",
         "inputs",
     ),
-    *("modeling", "surgery", "verify", "patching", "data collators evaluation", "plots", "report", "hub", "conversion"),
+    *("modeling", "planning", "surgery", "verify", "patching", "data collators evaluation", "plots", "report", "hub", "conversion"),
     *("quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
-ENGINE = {"scores", "interposer", "declared", "inputs", "modeling", "surgery", "verify", "patching", "hub"}
+ENGINE = {"scores", "interposer", "declared", "inputs", "modeling", "planning", "surgery", "verify", "patching", "hub"}
 MEASURES = {"data", "evaluation", "plots", "report"}  # one code for base and patched model
 STRANGERS = {"encodings": {"transformers"}, "families": {"torch", "transformers"}}
 SEAM = re.compile(r"\bAttentionInterface\b|\bALL_ATTENTION_FUNCTIONS\b")

@@ -1,0 +1,140 @@
+"""What a patch would change in a model: decided here, before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.config import EncodingConfig
+from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.family import Family
+from hf_posenc.inputs import NoRotation, PositionTable
+from hf_posenc.interposer import check_backend, uses_attention
+from hf_posenc.length import table_start
+from hf_posenc.positions import Geometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchPlan:
+    """What `patch` would change.
+
+    Attributes:
+        family: the record that says where positions enter the model.
+        config: the encoding, with every default that depends on the model filled in.
+        geometry: the numbers of the model that the encoding is built from.
+        route: `native` where transformers itself computes the new encoding, otherwise `interposer`.
+        changes: path of a module -> (class now, class then).
+        attention: paths of the attention modules among them.
+    """
+
+    family: Family
+    config: EncodingConfig
+    geometry: Geometry
+    route: str
+    changes: dict[str, tuple[str, str]]
+    attention: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the table that `print(posenc.plan(...))` shows."""
+        width = max(len(path) for path in self.changes)
+        lines = [f"{path:<{width}}  {now} -> {then}" for path, (now, then) in self.changes.items()]
+        return "\n".join([f"{self.config} by the {self.route} route:", *lines])
+
+
+def attention_modules(body: nn.Module, family: Family) -> dict[str, nn.Module]:
+    """Return the self-attention modules of a body by path; cross-attention is left out."""
+    return {
+        path: module
+        for path, module in body.named_modules()
+        if any(cls.__name__ in family.attention for cls in type(module).__mro__)
+        and not getattr(module, "is_cross_attention", False)
+    }
+
+
+def geometry_of(model: PreTrainedModel, family: Family) -> Geometry:
+    """Read the plain numbers of a model that encodings depend on."""
+    config, body = model.config, family.body_of(model)
+    heads = config.num_attention_heads
+    table = body.get_submodule(family.table) if family.table else None
+    hidden = config.hidden_size if table is None or isinstance(table, PositionTable) else table.weight.shape[1]
+    rope = getattr(config, "rope_parameters", None) or {}
+    length = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    stated = config.max_position_embeddings - (table_start(family, config) if family.counts_padding else 0)
+    return Geometry(
+        hidden_size=int(hidden),
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_position_embeddings=int(length or stated),
+        causal=all(getattr(module, "is_causal", True) for module in attention_modules(body, family).values()),
+    )
+
+
+def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) -> PatchPlan:
+    """Decide what changes, and refuse what cannot be right; touches nothing.
+
+    Raises:
+        ConfigError, UnsupportedEncodingError: the encoding does not fit the model.
+        UnsupportedFamilyError: the model is not built as the record says.
+        BackendError: the model's attention backend cannot carry the encoding.
+    """
+    body = family.body_of(model)
+    found = attention_modules(body, family)
+    expected = model.config.num_hidden_layers
+    if len(found) != expected:
+        raise UnsupportedFamilyError(
+            f"{type(model).__name__} has {expected} layers, but {len(found)} self-attention modules of the declared "
+            f"classes {', '.join(family.attention)}; its record does not describe it. See posenc.discover(model)."
+        )
+    geometry = geometry_of(model, family)
+    rope = getattr(model.config, "rope_parameters", None) if family.rotary else None
+    config = config.for_model(geometry, rope)
+    config.check(geometry)
+    prefix = next(path for path, module in model.named_modules() if module is body)
+    prefix = prefix and f"{prefix}."
+    changes: dict[str, tuple[str, str]] = {}
+    parameters = native_parameters(config, geometry, family)
+    if family.rotary and parameters:
+        now = type(body.get_submodule(family.rotary)).__name__
+        changes[prefix + family.rotary] = (_rope_text(rope or {}, now), _rope_text(parameters, now))
+        return PatchPlan(family=family, config=config, geometry=geometry, route="native", changes=changes)
+    with torch.device("meta"):  # built to be asked; nothing that depends on the length is allocated
+        encoding = config.build_layers(geometry, expected)
+    check_backend(encoding, model.config._attn_implementation)
+    for path, stand_in in ((family.table, PositionTable), (family.rotary, NoRotation)):
+        if path:
+            changes[prefix + path] = (type(body.get_submodule(path)).__name__, stand_in.__name__)
+    attention = found if uses_attention(encoding) else {}
+    for path, module in attention.items():
+        changes[prefix + path] = (type(module).__name__, config.label + type(module).__name__)
+    changes[prefix + "posenc"] = ("nothing", type(encoding).__name__)
+    return PatchPlan(
+        family=family,
+        config=config,
+        geometry=geometry,
+        route="interposer",
+        changes=changes,
+        attention=tuple(prefix + path for path in attention),
+    )
+
+
+def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family) -> dict[str, Any] | None:
+    """Return the `rope_parameters` with which transformers itself computes an encoding, or None where it cannot.
+
+    It cannot for `dynamic`: transformers takes the base from the length of the call, so that its cached decode and its
+    full forward disagree; the interposer gives every query the base of its own position.
+    """
+    parameters = config.rope_parameters(geometry)
+    if family.rotary is None or parameters is None or parameters["rope_type"] == "dynamic":
+        return None
+    if family.partial_rotary:
+        return parameters
+    return parameters if parameters.pop("partial_rotary_factor") == 1.0 else None
+
+
+def _rope_text(parameters: Any, name: str) -> str:
+    return f"{name}({', '.join(f'{key}={value}' for key, value in parameters.items())})"
