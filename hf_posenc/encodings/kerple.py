@@ -64,8 +64,7 @@ class KerpleEncoding(Encoding):
         r1, r2 = self.parameters_by_head(distance.dtype)
         if self.config.kernel == "log":
             return -r1 * torch.log1p(r2 * distance)
-        # at distance 0 the power has the slope 0 * log 0 in r2
-        return -r1 * distance.clamp(min=1).pow(r2) * (distance > 0)
+        return -r1 * distance.pow(r2)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
