@@ -1,0 +1,184 @@
+"""Rotary extensions, temperatures and growing rotations inside models, with stock models as oracles."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import hf_posenc as posenc
+from hf_posenc.encodings.tempered import Tempered
+from tests import checkpoints
+from tests.encodings.test_distances import CASES
+from tests.models import SUBJECTS, assert_same, in_steps, logits, sharpened, tokens
+
+LENGTH = 45
+SPECS: dict[str, posenc.EncodingConfig] = {
+    **{case: posenc.encoding(name, **fields) for case, (name, fields, _) in CASES.items()},
+    "xpos": posenc.encoding("xpos", scale_base=50.0),
+    "lerope": posenc.encoding("lerope", per_layer=True),
+    "longrope": posenc.RoPE(
+        scaling={
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 20,
+        }
+    ),
+    "tempered-rerope": Tempered(encoding=posenc.encoding("rerope", window=5), kind="log_n", length=8),
+    "tempered-alibi": Tempered(encoding=posenc.Alibi(), kind="per_head", scale=1.5, per_layer=True),
+    "tempered-dynamic": Tempered(
+        encoding=posenc.RoPE(scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 20}),
+        kind="llama4",
+        length=8,
+    ),
+    "tempered-nope": Tempered(encoding=posenc.NoPE(), kind="ssmax_paper"),
+}
+
+
+def patched(spec: posenc.EncodingConfig, subject: str = "llama", **fields: Any) -> Any:
+    return posenc.patch(SUBJECTS[subject].fresh(**fields), spec, verify=False)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_stock_model_says_the_same_where_keys_stand_as_far_away_as_they_seem(case: str) -> None:
+    """In one layer the last token hears of others through their positions alone, which a stock model takes as given."""
+    name, fields, distance = CASES[case]
+    stock = SUBJECTS["llama"].fresh(num_hidden_layers=1, attn_implementation="eager")
+    model = posenc.patch(copy.deepcopy(stock), posenc.encoding(name, **fields), verify=False)
+    ids = tokens(1, LENGTH)
+    found = logits(model, ids)
+    for i in range(0, LENGTH, 4):
+        seems = [(j, distance(i, j)) for j in range(i + 1)]
+        seen = [(j, away) for j, away in seems if away is not None]
+        positions = torch.tensor([[100 - away for _, away in seen]])
+        mask = torch.ones(1, len(seen), dtype=torch.long)
+        expected = logits(stock, ids[:, [j for j, _ in seen]], position_ids=positions, attention_mask=mask)
+        assert_same(found[:, i], expected[:, -1], 1e-4)
+
+
+@pytest.mark.parametrize("subject", ["llama", "gpt2"])
+@pytest.mark.parametrize("spec", list(SPECS))
+def test_pieces_padding_and_backends_change_nothing(spec: str, subject: str) -> None:
+    model, ids = patched(SPECS[spec], subject), tokens(2, LENGTH)
+    full = logits(model, ids)
+    assert full.isfinite().all()
+    assert_same(in_steps(model, ids, [17, 1, 6, 1, 20], DynamicCache()), full, 1e-4)
+    mask = torch.ones(2, LENGTH + 3, dtype=torch.long)
+    mask[1, :3] = mask[0, -3:] = 0
+    padded = torch.zeros_like(mask)
+    padded[mask.bool()] = ids.flatten()
+    said = logits(model, padded, attention_mask=mask)
+    assert_same(torch.stack([said[0, :LENGTH], said[1, 3:]]), full, 1e-4)
+    model.set_attn_implementation("eager")
+    assert_same(logits(model, ids), full, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("start", "plain"),
+    [
+        (posenc.encoding("lerope", theta=500.0), posenc.RoPE(theta=500.0)),
+        (posenc.encoding("lerope", theta=500.0, per_layer=True), posenc.RoPE(theta=500.0)),
+        (Tempered(encoding=posenc.RoPE(theta=500.0), kind="ssmax"), posenc.RoPE(theta=500.0)),
+        (Tempered(encoding=posenc.Alibi(), kind="per_head", per_layer=True), posenc.Alibi()),
+        (Tempered(encoding=posenc.Learned(), kind="constant"), posenc.Learned()),
+        (posenc.encoding("drope"), posenc.NoPE()),
+    ],
+    ids=lambda config: config.name,
+)
+def test_identity_starts_change_no_logit(start: posenc.EncodingConfig, plain: posenc.EncodingConfig) -> None:
+    ids = tokens(2, LENGTH)
+    assert torch.equal(logits(patched(start, "gpt2"), ids), logits(patched(plain, "gpt2"), ids))
+
+
+def test_a_temperature_is_another_scale_of_the_scores() -> None:
+    ids, plain = tokens(2, LENGTH), patched(posenc.NoPE(), "llama")
+    warm = patched(Tempered(encoding=posenc.NoPE(), kind="constant", scale=1.5), "llama")
+    for layer in plain.model.layers:
+        layer.self_attn.scaling *= 1.5
+    assert_same(logits(warm, ids), logits(plain, ids))
+
+
+@pytest.mark.parametrize("spec", ["tempered-alibi", "tempered-nope", "lerope"])
+def test_trained_numbers_learn_and_are_saved(spec: str, tmp_path: Path) -> None:
+    model, ids = patched(SPECS[spec], "gpt2"), tokens(2, 20)
+    own = {name: weight for name, weight in model.named_parameters() if ".posenc." in name}
+    assert own
+    model(ids, labels=ids).loss.backward()
+    for weight in own.values():
+        assert weight.grad is not None
+        assert weight.grad.any()
+        weight.data.add_(0.1 * torch.rand_like(weight))
+    model.save_pretrained(tmp_path)
+    loaded = posenc.from_pretrained(str(tmp_path))
+    assert torch.equal(logits(loaded.eval(), ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_hf_compat_says_what_transformers_says(kind: str) -> None:
+    """One pass and a cached decode across the trained length, keys of older bases included."""
+    fields: dict[str, Any] = {"rope_type": kind, "factor": 2.0}
+    if kind == "longrope":
+        fields |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+        fields["original_max_position_embeddings"] = 64
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=61, num_key_value_heads=2, max_position_embeddings=64, **shape)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    plain = sharpened(LlamaForCausalLM(config)).eval()
+    theirs = copy.deepcopy(config)
+    theirs.rope_parameters = {**fields, "rope_theta": 10000.0}
+    ids = tokens(1, 80)
+    ours = posenc.patch(copy.deepcopy(plain), posenc.RoPE(scaling={**fields, "mode": "hf_compat"}), verify=False)
+    for sizes in ([50], [80], [60, *[1] * 20]):
+        stock = LlamaForCausalLM(theirs).eval()
+        stock.load_state_dict(plain.state_dict())
+        end = sum(sizes)
+        expected, found = (in_steps(model, ids[:, :end], sizes, DynamicCache()) for model in (stock, ours))
+        assert_same(found, expected, 1e-4)
+    compat, consistent = (
+        in_steps(model, ids, [60, *[1] * 20], DynamicCache())
+        for model in (ours, posenc.patch(copy.deepcopy(plain), posenc.RoPE(scaling=fields), verify=False))
+    )
+    assert float((compat - consistent).abs().max()) > 1e-2, "the cached keys of older bases are what differs"
+
+
+def block_perplexities(model: Any, documents: Tensor) -> list[float]:
+    """Perplexity in every block of 512 tokens."""
+    said = logits(model, documents[:, :-1]).float()
+    nll = torch.nn.functional.cross_entropy(said.flatten(0, 1), documents[:, 1:].flatten(), reduction="none")
+    return nll.view(len(documents), -1, 512).mean(dim=(0, 2)).exp().tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_real_model_reads_further_without_training() -> None:
+    """Stories of a Llama trained to 512 tokens, one after the other up to 2,048: the last block, and the first."""
+    model, tokenizer = checkpoints.stories260k()
+    torch.manual_seed(0)
+    starts = torch.full((9, 1), tokenizer.bos_token_id)
+    sampled = {"do_sample": True, "min_new_tokens": 250, "max_new_tokens": 250, "eos_token_id": None, "pad_token_id": 0}
+    documents = model.generate(starts, **sampled).reshape(1, -1)[:, :2049]
+    before = block_perplexities(model, documents)
+    specs = {
+        "dynamic": posenc.RoPE(scaling={"rope_type": "dynamic", "factor": 1.0}),
+        "yarn": posenc.RoPE(scaling={"rope_type": "yarn", "factor": 2.0}),
+        "self_extend": posenc.encoding("self_extend", group=8, window=256),
+        "rerope": posenc.encoding("rerope", window=256),
+        "dual_chunk": posenc.encoding("dual_chunk"),
+        "string": posenc.encoding("string", local=64),
+        "lm_infinite": posenc.encoding("lm_infinite"),
+        "sinks": posenc.encoding("sinks"),
+    }
+    print(f"\n{'as it is':12} {' '.join(f'{ppl:6.2f}' for ppl in before)}")
+    for name, spec in specs.items():
+        after = block_perplexities(posenc.patch(copy.deepcopy(model), spec), documents)
+        print(f"{name:12} {' '.join(f'{ppl:6.2f}' for ppl in after)}")
+        assert after[-1] < before[-1], name
+        # a head of this model has four pairs: the one that YaRN's ramp meets halfway is a quarter of all
+        assert after[0] < (1.15 if name == "yarn" else 1.08) * before[0], name
