@@ -54,12 +54,21 @@ class CableEncoding(Encoding):
 
 
 def _slots(positions: Positions) -> Tensor:
-    """Return where among the keys each query's own key stands, (1|b, q)."""
-    keys = positions.key.shape[-1]
-    if positions.query.shape[-1] == keys:
-        return torch.arange(keys, device=positions.key.device)[None]
-    steps = torch.arange(1, keys + 1, device=positions.key.device)
-    return ((positions.distance() == 0) * steps).argmax(-1)
+    """Return where among the keys each query's own key stands, (1|b, q).
+
+    Raises:
+        UnsupportedEncodingError: positions start again within a row, and only some of its tokens are asked for.
+    """
+    key = positions.key
+    if positions.query.shape[-1] == key.shape[-1]:
+        return torch.arange(key.shape[-1], device=key.device)[None]
+    step = key.diff(dim=-1)
+    if (((step < 0).cumsum(-1) > 0) & (step > 0)).any():
+        raise UnsupportedEncodingError(
+            "CABLE cannot tell which of several documents in one row a query belongs to where the row is attended in "
+            "blocks; give each document a row of its own, or make the batch smaller."
+        )
+    return (positions.distance() == 0).int().argmax(-1)  # the first: padding behind a text repeats its last position
 
 
 @register_encoding
