@@ -9,6 +9,7 @@ transformers 4's `BertSelfAttention`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,18 +18,37 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.errors import CheckpointError, ConfigError, did_you_mean
 from hf_posenc.positions import Geometry, Positions
 
 TYPES = ("relative_key", "relative_key_query")
+_LEGACY = re.compile(r"^(.*?)encoder\.layer\.(\d+)\.attention\.self\.distance_embedding\.weight$")
+
+
+def legacy_tables(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the distance tables of a checkpoint of transformers 4 by the names that they have in a patched model.
+
+    `...encoder.layer.N.attention.self.distance_embedding.weight`, (2 * max_position_embeddings - 1, head_dim), becomes
+    `...posenc.layers.N.distance_embedding.weight` of a model patched with `BertRelative(per_layer=True)`, which
+    `model.load_state_dict(legacy_tables(state), strict=False)` fills in.
+
+    Raises:
+        CheckpointError: there is no such table.
+    """
+    found = {_LEGACY.sub(r"\1posenc.layers.\2.distance_embedding.weight", name): name for name in state}
+    tables = {new: state[name] for new, name in found.items() if new != name}
+    if not tables:
+        raise CheckpointError(
+            "no distance_embedding.weight among the weights: the checkpoint was not trained with relative_key or "
+            "relative_key_query, or it was saved by transformers 5, which drops them."
+        )
+    return tables
 
 
 class BertRelativeEncoding(Encoding):
     """Bias of the products of query, and key, with the row of their distance; zero at the start, which changes nothing.
 
-    Legacy checkpoints carry one table a layer: the `distance_embedding.weight` of
-    `encoder.layer.N.attention.self` is this module's `distance_embedding.weight` of layer N, with `per_layer=True`,
-    bit for bit: same rows, same order.
+    The table is the one of legacy checkpoints, row for row; see `legacy_tables`.
     """
 
     def __init__(self, config: BertRelative, geometry: Geometry) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import hf_posenc as posenc
-from hf_posenc.errors import ConfigError
+from hf_posenc.encodings.relative_key import legacy_tables
+from hf_posenc.errors import CheckpointError, ConfigError
 from tests import naive_additive as naive
+from tests.models import SUBJECTS, TRAINED, VARIANTS, logits, tokens
 
 BOTH = ["relative_key", "relative_key_query"]
 
@@ -81,12 +83,27 @@ def test_whole_attention_as_legacy_bert_wrote_it(kind: str) -> None:
     assert torch.allclose(ours, theirs / 6**0.5, atol=1e-5)
 
 
-def test_a_legacy_table_loads_as_it_is() -> None:
-    encoding = built(length=512)
-    legacy = {"bert.encoder.layer.3.attention.self.distance_embedding.weight": torch.randn(1023, 6)}
-    prefix = "bert.encoder.layer.3.attention.self."
-    encoding.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in legacy.items()})
-    assert torch.equal(encoding.distance_embedding.weight, *legacy.values())
+@pytest.mark.parametrize(("subject", "prefix"), [("bert", "bert."), ("bert-base", ""), ("roberta", "roberta.")])
+def test_legacy_tables_load_into_a_patched_model(subject: str, prefix: str) -> None:
+    model = {**SUBJECTS, **VARIANTS}[subject].fresh()
+    config = posenc.encoding("bert_relative", position_embedding_type="relative_key_query", per_layer=True)
+    posenc.patch(model, config, verify=False)
+    tables = [torch.randn(2 * TRAINED - 1, 8) for _ in range(2)]
+    name = prefix + "encoder.layer.{}.attention.self.{}.weight"
+    state = {name.format(n, "distance_embedding"): table for n, table in enumerate(tables)}
+    found = legacy_tables({**state, name.format(0, "query"): torch.zeros(32, 32)})
+    before = logits(model, tokens(1, 9))
+    missing, unexpected = model.load_state_dict(found, strict=False)
+    assert not unexpected
+    assert not [name for name in missing if "distance_embedding" in name]
+    for n, table in enumerate(tables):
+        assert torch.equal(model.get_parameter(f"{prefix}posenc.layers.{n}.distance_embedding.weight"), table)
+    assert not torch.allclose(logits(model, tokens(1, 9)), before, atol=1e-3)
+
+
+def test_a_checkpoint_without_tables_is_no_legacy_one() -> None:
+    with pytest.raises(CheckpointError, match="no distance_embedding"):
+        legacy_tables({"bert.encoder.layer.0.attention.self.query.weight": torch.zeros(2, 2)})
 
 
 def test_the_length_of_the_model_is_recorded() -> None:
