@@ -145,8 +145,26 @@ def test_every_other_hook_is_that_of_the_encoding_inside(inner: posenc.EncodingC
     assert mine is its is None or torch.equal(mine, its)
 
 
+class Marked(Encoding):
+    """Every hook answers with what tells it apart."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return (lambda *_: name) if name in HOOKS else super().__getattribute__(name)
+
+
 def test_all_hooks_are_handed_on() -> None:
     """A hook that the contract gains has to be handed on too."""
+    encoding, anything = built("constant"), torch.zeros(1)
+    encoding.inner = Marked()
+    for hook, arguments in {
+        **dict.fromkeys(HOOKS, 2),
+        "embed": 1,
+        "remap": 1,
+        "gate": 1,
+        "bias": 3,
+        "score": 3,
+    }.items():
+        assert getattr(encoding, hook)(*[anything] * arguments) == hook
     known = {*HOOKS, "temperature", "adopt", "at_length", "max_positions", "overrides"}
     contract = {name for name in vars(Encoding) if not name.startswith("_") and callable(getattr(Encoding, name))}
     assert contract == known
