@@ -107,7 +107,7 @@ def _fields(options: str) -> dict[str, Any]:
 @app.command()
 def quickstart(
     output: Output = Path("quickstart"),
-    steps: Annotated[int, typer.Option(help="Training steps of every model, 4,096 tokens each.")] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps of every model, 4,096 tokens each.")] = 300,
 ) -> None:
     """Patch, fine-tune and measure the small bundled model; ends with a table and a plot."""
     from hf_posenc.quickstart import quickstart as run

@@ -247,7 +247,10 @@ def posenc_attention(
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         positions = fitted(positions, key.shape[2])
     positions = Positions(
-        query=encoding.remap(positions.query), key=encoding.remap(positions.key), gates=fitted_gates(call.gates, key)
+        query=encoding.remap(positions.query),
+        key=encoding.remap(positions.key),
+        gates=fitted_gates(call.gates, key),
+        slots=call.positions.own_slots(),
     )
     temperature = encoding.temperature(positions.query)
     if temperature is not None:

@@ -51,15 +51,24 @@ class Positions:
         query: (b, q) or (1, q), int64.
         key: (b, k) or (1, k), int64. Where no key lies in a cache these are the positions of the queries.
         gates: (b, h, k) float32, what the encoding remembered of every key, or None where it remembers nothing.
+        slots: (q,) int64, where among the keys each query's own key stands; None where they are the last ones.
     """
 
     query: Tensor
     key: Tensor
     gates: Tensor | None = None
+    slots: Tensor | None = None
 
     def distance(self) -> Tensor:
         """Return query minus key position, (b, q, k), int64; positive where the key lies behind the query."""
         return self.query[:, :, None] - self.key[:, None, :]
+
+    def own_slots(self) -> Tensor:
+        """Return where among the keys each query's own key stands, (q,) int64."""
+        if self.slots is not None:
+            return self.slots
+        keys, queries = self.key.shape[-1], self.query.shape[-1]
+        return torch.arange(keys - queries, keys, device=self.key.device)
 
 
 def from_mask(mask: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ VARIANTS = (
 
 
 def quickstart(
-    output: str | Path, *, steps: int = 200, learning_rate: float = 1e-3, documents: int = 16, seed: int = 0
+    output: str | Path, *, steps: int = 300, learning_rate: float = 4e-3, documents: int = 8, seed: int = 0
 ) -> Path:
     """Run the comparison, print its tables, and return the folder it was written to.
 

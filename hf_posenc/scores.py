@@ -99,11 +99,10 @@ class Scores:
             query=query[index % len(query)][None],
             key=key[index % len(key)][None],
             gates=None if gates is None else gates[index][None],
+            slots=self.positions.slots,
         )
         mask = None if self.mask is None else self.mask[index % len(self.mask)][None]
-        return Scores(
-            self.encoding, positions, mask=mask, causal=self.triangle, dtype=self.dtype, scaling=self.scaling
-        )
+        return Scores(self.encoding, positions, mask=mask, causal=self.triangle, dtype=self.dtype, scaling=self.scaling)
 
     def at(self, rows: Tensor, keys: int) -> Positions:
         """Return the positions of the queries at these indices and of the first so many keys."""
@@ -112,6 +111,7 @@ class Scores:
             query=self.positions.query[:, rows],
             key=self.positions.key[:, :keys],
             gates=None if gates is None else gates[..., :keys],
+            slots=self.positions.own_slots()[rows],
         )
 
     def keys_seen(self, rows: Tensor) -> int:

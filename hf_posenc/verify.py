@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from hf_posenc.surgery import record_of
 
 TOKENS = 16
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+POSITIONAL = ("embed", "remap", "rotate", "rotate_key", "bias", "score")
+"""Hooks through which positions reach a model; one that overrides none of them has none, and means it."""
 HALF_TOLERANCE = 0.1
 """Largest deviation of the logits that counts as equal, as a share of their largest magnitude."""
 
@@ -176,16 +179,32 @@ def _verify_interposed(
             check.equal("original", probe.logits - before.logits, "the learned rows changed what the model says")
         else:
             check.differs("original", probe.logits - before.logits, "the model says exactly what it said before")
-    if plan.config.name != "nope":
-        with _without_positions(plan.family.body_of(model)):
+    body = plan.family.body_of(model)
+    encoding: Encoding = body.posenc
+    if any(encoding.overrides(hook) for hook in POSITIONAL):
+        # tables that start at zero say nothing yet: what has to matter is what they will say once they are trained
+        with _replaced(body, _stirred(encoding)):
+            stirred = answer(model, probe.ids)
+        with _replaced(body, Encoding()):
             bare = answer(model, probe.ids)
-        check.differs("no positions", probe.logits - bare, "the encoding has no effect: the model has no positions")
+        check.differs("no positions", stirred - bare, "the encoding has no effect: the model has no positions")
+
+
+def _stirred(encoding: Encoding) -> Encoding:
+    """Return a copy whose parameters are all a little off."""
+    if next(encoding.parameters(), None) is None:
+        return encoding
+    twin, generator = copy.deepcopy(encoding), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return twin
 
 
 @contextmanager
-def _without_positions(body: Any) -> Iterator[None]:
+def _replaced(body: Any, encoding: Encoding) -> Iterator[None]:
     joint = body.posenc_joint
-    joint.override = Encoding()
+    joint.override = encoding
     try:
         yield
     finally:

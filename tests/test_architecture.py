@@ -28,7 +28,18 @@ FLOORS = [
         "interposer declared",
         "inputs",
     ),
-    *("modeling", "planning", "surgery", "verify", "patching", "data collators evaluation", "plots", "report", "hub", "conversion"),
+    *(
+        "modeling",
+        "planning",
+        "surgery",
+        "verify",
+        "patching",
+        "data collators evaluation",
+        "plots",
+        "report",
+        "hub",
+        "conversion",
+    ),
     *("quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}

@@ -37,7 +37,7 @@ class CoPEEncoding(Encoding):
         scores = (query.unflatten(1, (-1, shared)) @ key.mT[:, :, None]).flatten(1, 2)  # (b, h, q, k)
         if self.config.gates == "unscaled":
             scores = scores * self.unscaled
-        slots = _slots(positions)[:, None, :, None]
+        slots = positions.own_slots()[None, None, :, None]
         behind = torch.arange(key.shape[2], device=key.device) <= slots
         counts = scores.sigmoid() * behind
         place = counts.flip(-1).cumsum(-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
@@ -49,24 +49,6 @@ class CoPEEncoding(Encoding):
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
         return f"rows={self.weight.shape[0]}, gates={self.config.gates}"
-
-
-def _slots(positions: Positions) -> Tensor:
-    """Return where among the keys each query's own key stands, (1|b, q).
-
-    Raises:
-        UnsupportedEncodingError: positions start again within a row, and only some of its tokens are asked for.
-    """
-    key = positions.key
-    if positions.query.shape[-1] == key.shape[-1]:
-        return torch.arange(key.shape[-1], device=key.device)[None]
-    step = key.diff(dim=-1)
-    if (((step < 0).cumsum(-1) > 0) & (step > 0)).any():
-        raise UnsupportedEncodingError(
-            "CoPE cannot tell which of several documents in one row a query belongs to where the row is attended in "
-            "blocks; give each document a row of its own, or make the batch smaller."
-        )
-    return (positions.distance() == 0).int().argmax(-1)  # the first: padding behind a text repeats its last position
 
 
 @register_encoding

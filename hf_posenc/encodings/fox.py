@@ -49,26 +49,8 @@ class FoXEncoding(Encoding):
             raise UnsupportedEncodingError("FoX was asked for a bias without gates: this attention hands none over.")
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         total = positions.gates.double().cumsum(-1)  # (b, h, k)
-        slots = _slots(positions)[:, None].expand(*total.shape[:2], -1)
+        slots = positions.own_slots()[None, None].expand(*total.shape[:2], -1)
         return (total.gather(-1, slots)[..., None] - total[:, :, None]).to(dtype)
-
-
-def _slots(positions: Positions) -> Tensor:
-    """Return where among the keys each query's own key stands, (1|b, q).
-
-    Raises:
-        UnsupportedEncodingError: positions start again within a row, and only some of its tokens are asked for.
-    """
-    key = positions.key
-    if positions.query.shape[-1] == key.shape[-1]:
-        return torch.arange(key.shape[-1], device=key.device)[None]
-    step = key.diff(dim=-1)
-    if (((step < 0).cumsum(-1) > 0) & (step > 0)).any():
-        raise UnsupportedEncodingError(
-            "FoX cannot tell which of several documents in one row a query belongs to where the row is attended in "
-            "blocks; give each document a row of its own, or make the batch smaller."
-        )
-    return (positions.distance() == 0).int().argmax(-1)  # the first: padding behind a text repeats its last position
 
 
 @register_encoding

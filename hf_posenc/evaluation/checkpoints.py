@@ -16,7 +16,7 @@ from hf_posenc.evaluation.subject import check_batch_size, check_lengths
 from hf_posenc.evaluation.windows import NONOVERLAPPING, check_protocol
 
 if TYPE_CHECKING:
-    from accelerate import PartialState  # type: ignore[import-untyped]
+    from accelerate import PartialState
 
 
 def evaluate_checkpoints(

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from accelerate import PartialState  # type: ignore[import-untyped]
+from accelerate import PartialState
 from rich.console import Console
 
 from hf_posenc.data import EMBEDDED, HELD_OUT, describe, load_documents

@@ -80,6 +80,20 @@ def test_pieces_padding_and_backends_change_nothing(spec: str, subject: str) -> 
     assert_same(logits(model, ids), full, 1e-4)
 
 
+@pytest.mark.parametrize("spec", ["self_extend", "rerope-leaky", "string"])
+def test_an_encoder_reads_backwards_as_forwards(spec: str) -> None:
+    """Distances are mirrored: a text and its positions in reverse order give the same words in reverse order."""
+    model, ids = patched(SPECS[spec], "bert"), tokens(2, LENGTH)
+    full, positions = logits(model, ids), torch.arange(LENGTH)[None]
+    assert_same(logits(model, ids.flip(1), position_ids=positions.flip(1)), full.flip(1), 1e-4)
+    mask = torch.ones(2, LENGTH + 4, dtype=torch.long)
+    mask[:, LENGTH:] = 0
+    padded = torch.nn.functional.pad(ids, (0, 4))
+    assert_same(logits(model, padded, attention_mask=mask)[:, :LENGTH], full, 1e-4)
+    plain = logits(patched(posenc.RoPE(), "bert"), ids)
+    assert float((plain - full).abs().max()) > 1e-2
+
+
 @pytest.mark.parametrize(
     ("start", "plain"),
     [
@@ -97,9 +111,22 @@ def test_identity_starts_change_no_logit(start: posenc.EncodingConfig, plain: po
     assert torch.equal(logits(patched(start, "gpt2"), ids), logits(patched(plain, "gpt2"), ids))
 
 
-def test_a_temperature_is_another_scale_of_the_scores() -> None:
-    ids, plain = tokens(2, LENGTH), patched(posenc.NoPE(), "llama")
-    warm = patched(Tempered(encoding=posenc.NoPE(), kind="constant", scale=1.5), "llama")
+@pytest.mark.parametrize(
+    "inner",
+    [
+        posenc.NoPE(),
+        posenc.Alibi(),
+        SPECS["rerope"],
+        SPECS["longrope"],
+        SPECS["xpos"],
+        posenc.encoding("lerope"),
+    ],
+    ids=lambda config: config.name,
+)
+def test_a_temperature_is_another_scale_of_the_scores(inner: posenc.EncodingConfig) -> None:
+    """Whichever way the encoding inside acts; a bias is not scaled by either."""
+    ids, plain = tokens(2, LENGTH), patched(inner, "llama")
+    warm = patched(Tempered(encoding=inner, kind="constant", scale=1.5), "llama")
     for layer in plain.model.layers:
         layer.self_attn.scaling *= 1.5
     assert_same(logits(warm, ids), logits(plain, ids))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pydoc_data.topics import topics
 
-
 import pytest
 import torch
 
