@@ -81,8 +81,8 @@ def test_pieces_padding_and_backends_change_nothing(spec: str, subject: str) -> 
 
 
 @pytest.mark.parametrize("spec", ["self_extend", "rerope-leaky", "string"])
-def test_an_encoder_reads_backwards_as_forwards(spec: str) -> None:
-    """Distances are mirrored: a text and its positions in reverse order give the same words in reverse order."""
+def test_an_encoder_goes_by_positions_and_not_by_slots(spec: str) -> None:
+    """Tokens handed over in another order, with their positions, get the same answers."""
     model, ids = patched(SPECS[spec], "bert"), tokens(2, LENGTH)
     full, positions = logits(model, ids), torch.arange(LENGTH)[None]
     assert_same(logits(model, ids.flip(1), position_ids=positions.flip(1)), full.flip(1), 1e-4)
