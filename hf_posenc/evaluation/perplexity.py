@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object  # type: ignore[import-untyped]
+from accelerate.utils import gather_object
 from torch import nn
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 
 from hf_posenc.errors import LengthError
 from hf_posenc.evaluation.curve import LengthCurve, versions
@@ -28,7 +28,7 @@ from hf_posenc.evaluation.subject import (
 from hf_posenc.evaluation.windows import NONOVERLAPPING, Window, check_protocol, windows
 
 if TYPE_CHECKING:
-    from accelerate import PartialState  # type: ignore[import-untyped]
+    from accelerate import PartialState
     from transformers import PreTrainedTokenizerBase
 
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
