@@ -132,6 +132,18 @@ def test_a_temperature_is_another_scale_of_the_scores(inner: posenc.EncodingConf
     assert_same(logits(warm, ids), logits(plain, ids))
 
 
+def test_the_attention_factor_of_yarn_stands_on_the_angles_or_on_the_scores() -> None:
+    """Where the whole head turns, a factor on cosine and sine is its square on the scores."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    on_angles = posenc.RoPE(scaling={**scaling, "attention_factor": 1.3})
+    bare = posenc.RoPE(scaling={**scaling, "attention_factor": 1.0})
+    on_scores = Tempered(encoding=bare, kind="constant", scale=1.3**2)
+    ids = tokens(2, LENGTH)
+    said = [logits(patched(spec, "gpt2"), ids) for spec in (on_angles, on_scores, bare)]
+    assert_same(said[1], said[0], 1e-4)
+    assert float((said[2] - said[0]).abs().max()) > 1e-2
+
+
 @pytest.mark.parametrize("spec", ["tempered-alibi", "tempered-nope", "lerope"])
 def test_trained_numbers_learn_and_are_saved(spec: str, tmp_path: Path) -> None:
     model, ids = patched(SPECS[spec], "gpt2"), tokens(2, 20)
