@@ -80,7 +80,7 @@ def test_xpos_says_where_its_numbers_end(dtype: torch.dtype) -> None:
 
 def test_lerope_starts_as_plain_rope_to_the_bit() -> None:
     for scaling in (None, {"rope_type": "yarn", "factor": 4.0}):
-        states, ids = torch.randn(2, 4, 3, 8), torch.tensor([[0, 5, 700]])
+        states, ids = torch.randn(2, 4, 3, 8), torch.tensor([[0, 700, 131072]])
         plain = built("rope", theta=500.0, scaling=scaling).rotate(states, ids)
         assert torch.equal(built("lerope", theta=500.0, scaling=scaling).rotate(states, ids), plain)
 
