@@ -1,4 +1,4 @@
-"""The `hf-posenc` command: inspect, patch, finetune, evaluate, quickstart."""
+"""The `hf-posenc` command: list, inspect, patch, finetune, evaluate, quickstart."""
 
 from __future__ import annotations
 
@@ -18,18 +18,34 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help="Checkpoint: a folder or a Hub name.")]
-Encoding = Annotated[str, typer.Option(help="Position encoding to put in; `hf-posenc encodings` lists them.")]
+Encoding = Annotated[str, typer.Option(help="Position encoding to put in; `hf-posenc list` shows them.")]
 Options = Annotated[str, typer.Option(help="Fields of the encoding as YAML, such as '{theta: 500000}'.")]
 Output = Annotated[Path, typer.Option(help="New folder to write to.")]
 
 
-@app.command()
-def encodings() -> None:
-    """List the encodings and the model families."""
-    import hf_posenc as posenc
+@app.command("list")
+def list_registry(
+    what: Annotated[str, typer.Argument(help="`encodings` or `families`.")] = "encodings",
+) -> None:
+    """List the encodings, with what each of them is and asks for, or the model families."""
+    from hf_posenc.catalogue import HEADINGS, catalogue
+    from hf_posenc.errors import UnknownNameError, did_you_mean
+    from hf_posenc.family import FAMILIES
 
-    print("encodings:", ", ".join(posenc.encodings()))
-    print("families:", ", ".join(posenc.families()))
+    if what not in ("encodings", "families"):
+        raise UnknownNameError(f"there is no list of {what!r}; {did_you_mean(what, ('encodings', 'families'))}")
+    table = Table(box=None, pad_edge=False)
+    if what == "encodings":
+        for heading in HEADINGS.values():
+            table.add_column(heading, no_wrap=heading == "encoding")
+        for entry in catalogue():
+            table.add_row(*vars(entry).values())
+    else:
+        for heading in ("family", "model types", "attention modules"):
+            table.add_column(heading, no_wrap=heading == "family")
+        for name, family in sorted({family.name: family for family in FAMILIES.values()}.items()):
+            table.add_row(name, ", ".join(family.model_types), ", ".join(family.attention))
+    Console().print(table)
 
 
 @app.command()

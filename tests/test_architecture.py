@@ -24,7 +24,7 @@ FLOORS = [
         "config family",
         "rotation",
         "encodings families",
-        "length scores",
+        "catalogue length scores",
         "interposer declared",
         "inputs",
     ),

@@ -93,7 +93,8 @@ def test_evaluate_and_finetune_reach_their_own_parsers() -> None:
     assert "--learning_rate" in run("finetune", "--help")
 
 
-def test_encodings_lists_both_registries() -> None:
-    said = run("encodings")
-    assert all(name in said for name in posenc.encodings())
-    assert all(name in said for name in posenc.families())
+def test_list_shows_both_registries() -> None:
+    assert all(f"\n{name} " in run("list", "encodings") for name in posenc.encodings())
+    assert all(f"\n{name} " in run("list", "families") for name in posenc.families())
+    with pytest.raises(posenc.PosencError, match="did you mean 'families'"):
+        run("list", "familys")
