@@ -144,6 +144,12 @@ class EncodingConfig:
     label: ClassVar[str]
     module: ClassVar[Callable[..., Encoding]]
 
+    @property
+    def within_length(self) -> str:
+        """What a model says within its trained length after the patch: `changed`, `kept` (by a model that has a table
+        of positions) or `either`; a patch that does otherwise is refused."""
+        return "changed"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-JSON form, which `from_dict` reads back exactly."""
         return {"name": self.name, "version": SCHEMA_VERSION, **dataclasses.asdict(self)}

@@ -270,8 +270,8 @@ def posenc_attention(
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     scores = Scores(encoding, positions, mask=attention_mask, causal=causal, dtype=dtype, scaling=scaling)
     if encoding.overrides("score"):
-        dropout = kwargs.get("dropout", 0.0)
-        return attend_in_blocks(scores, own_attention(scores, dropout=dropout), query, key, value)
+        own = own_attention(scores, dropout=kwargs.get("dropout", 0.0), maps=backend == "eager")
+        return attend_in_blocks(scores, own, query, key, value)
     if encoding.rotation_grows_after is not None:
         return attend_by_length(scores, attend, query, key, value)
     return attend_in_blocks(scores, attend, query, key, value)

@@ -107,6 +107,11 @@ class RotaryConfig(EncodingConfig):
     partial_rotary_factor: float | None = None
     scaling: dict[str, Any] | None = None
 
+    @property
+    def within_length(self) -> str:
+        """On a rotary model some of these change nothing before the trained length is reached."""
+        return "either"
+
     def __post_init__(self) -> None:
         """Check the fields and bring `scaling` into one spelling; raises ConfigError."""
         object.__setattr__(self, "scaling", self._rope().to_dict()["scaling"])

@@ -140,8 +140,14 @@ class Scores:
         return None if total is None else total.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
 
 
-def own_attention(scores: Scores, *, dropout: float) -> Attend:
-    """Return an attention function for encodings that give the scores themselves."""
+def own_attention(scores: Scores, *, dropout: float, maps: bool) -> Attend:
+    """Return an attention function for encodings that give the scores themselves.
+
+    Args:
+        scores: of the call.
+        dropout: share of the attention weights that is dropped.
+        maps: whether to return the weights too, which for long texts take more than all else.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, rows: Tensor) -> Output:
         score = scores.encoding.score(query * scores.scaling, key, scores.at(rows, key.shape[2]))
@@ -151,7 +157,7 @@ def own_attention(scores: Scores, *, dropout: float) -> Attend:
         groups = query.shape[1] // value.shape[1]
         weights = nn.functional.dropout(weights, p=dropout)
         output = weights @ value.repeat_interleave(groups, dim=1)
-        return output.transpose(1, 2).contiguous(), weights
+        return output.transpose(1, 2).contiguous(), weights if maps else None
 
     return attend
 

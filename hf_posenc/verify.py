@@ -173,12 +173,11 @@ def _verify_interposed(
         raise VerificationError(f"{len(swapped)} attention modules were replaced, {len(plan.attention)} were planned")
     check.findings["attention modules"] = str(len(swapped))
     if before is not None:
-        same = plan.config.name == "learned" and plan.family.table is not None
-        interpolated = getattr(plan.config, "extension", "none") == "interpolate"
-        if same and not interpolated:
-            check.equal("original", probe.logits - before.logits, "the learned rows changed what the model says")
-        else:
-            check.differs("original", probe.logits - before.logits, "the model says exactly what it said before")
+        changed, effect = probe.logits - before.logits, plan.config.within_length
+        if effect == "kept" and plan.family.table:
+            check.equal("original", changed, "the learned rows changed what the model says")
+        elif effect == "changed":
+            check.differs("original", changed, "the model says exactly what it said before")
     body = plan.family.body_of(model)
     encoding: Encoding = body.posenc
     if any(encoding.overrides(hook) for hook in POSITIONAL):

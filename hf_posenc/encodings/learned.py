@@ -105,6 +105,7 @@ def _between(table: Tensor, places: Tensor) -> Tensor:
 
 EXTEND = {"tile": tile, "interpolate": interpolate, "align_corners": align_corners, "half_pixel": half_pixel}
 EXTENSIONS = ("none", *EXTEND, *SHARING, "hierarchical", "sinusoidal_fit")
+KEEPING = ("none", "tile", "recurrent", "hierarchical", "sinusoidal_fit")
 
 
 class LearnedEncoding(Encoding):
@@ -207,6 +208,11 @@ class Learned(EncodingConfig):
     name: ClassVar[str] = "learned"
     label: ClassVar[str] = "Learned"
     module: ClassVar[type[Encoding]] = LearnedEncoding
+
+    @property
+    def within_length(self) -> str:
+        """The trained rows stay where they were, unless the extension moves them apart."""
+        return "kept" if self.extension in KEEPING else "either"
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""

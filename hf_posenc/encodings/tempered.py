@@ -177,6 +177,11 @@ class Tempered(EncodingConfig):
     label: ClassVar[str] = "Tempered"
     module: ClassVar[type[Encoding]] = TemperedEncoding
 
+    @property
+    def within_length(self) -> str:
+        """A temperature may start at one, over an encoding that keeps what the model says."""
+        return "either"
+
     def __post_init__(self) -> None:
         """Check the fields, and the config inside; raises ConfigError."""
         given = self.encoding.to_dict() if isinstance(self.encoding, EncodingConfig) else self.encoding

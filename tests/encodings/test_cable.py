@@ -24,9 +24,9 @@ def built(**fields: Any) -> Any:
     return posenc.build(posenc.encoding("cable", **fields), SHAPE).double()
 
 
-def bias(encoding: Any, gates: Tensor | None, at: Tensor, to: Tensor) -> Tensor:
+def bias(encoding: Any, gates: Tensor | None, at: Tensor, to: Tensor, slots: Tensor | None = None) -> Tensor:
     query, key = torch.zeros(1, HEADS, at.shape[1], 4).double(), torch.zeros(1, 2, to.shape[1], 4).double()
-    found: Tensor = encoding.bias(query, key, posenc.Positions(query=at, key=to, gates=gates))
+    found: Tensor = encoding.bias(query, key, posenc.Positions(query=at, key=to, gates=gates, slots=slots))
     return found.detach()
 
 
@@ -78,7 +78,8 @@ def test_empty_slots_behind_and_padding_before_change_nothing() -> None:
     encoding, gates = built(), -torch.rand(1, HEADS, 6).double()
     to = torch.arange(6)[None]
     plain = bias(encoding, gates, to[:, -2:], to)
-    static = bias(encoding, torch.nn.functional.pad(gates, (0, 5)), to[:, -2:], torch.nn.functional.pad(to, (0, 5)))
+    pad, own = torch.nn.functional.pad, torch.tensor([4, 5])
+    static = bias(encoding, pad(gates, (0, 5)), to[:, -2:], pad(to, (0, 5)), own)
     assert torch.equal(static[..., :6], plain)
     padded_to = torch.nn.functional.pad(to, (3, 0))
     padded = torch.nn.functional.pad(gates, (3, 0), value=-7.0)

@@ -28,8 +28,8 @@ def built(**fields: Any) -> Any:
     return encoding
 
 
-def bias(encoding: Any, query: Tensor, key: Tensor, at: Tensor, to: Tensor) -> Tensor:
-    found: Tensor = encoding.bias(query, key, posenc.Positions(query=at, key=to))
+def bias(encoding: Any, query: Tensor, key: Tensor, at: Tensor, to: Tensor, slots: Tensor | None = None) -> Tensor:
+    found: Tensor = encoding.bias(query, key, posenc.Positions(query=at, key=to, slots=slots))
     return found.detach()
 
 
@@ -70,7 +70,8 @@ def test_empty_slots_behind_and_padding_before_count_nothing() -> None:
     query, key = torch.randn(1, 4, 2, 4).double(), torch.randn(1, 2, 6, 4).double()
     plain = bias(encoding, query, key, to[:, -2:], to)
     pad = torch.nn.functional.pad
-    static = bias(encoding, query, pad(key, (0, 0, 0, 5), value=3.0), to[:, -2:], pad(to, (0, 5)))
+    own = torch.tensor([4, 5])
+    static = bias(encoding, query, pad(key, (0, 0, 0, 5), value=3.0), to[:, -2:], pad(to, (0, 5)), own)
     assert torch.equal(static[..., :6], plain)
     padded = bias(encoding, query, pad(key, (0, 0, 3, 0), value=3.0), to[:, -2:], pad(to, (3, 0)))
     assert torch.equal(padded[..., 3:], plain)
