@@ -41,6 +41,11 @@ class Layered(EncodingConfig):
     label: ClassVar[str] = "Layered"
     module: ClassVar[Callable[..., Encoding]] = Layers
 
+    @property
+    def within_length(self) -> str:
+        """A table in one layer, and nothing in the others, keeps what a model says."""
+        return "either" if any(config.within_length != "changed" for config in self.inner()) else "changed"
+
     def __post_init__(self) -> None:
         """Check the fields, and the configs inside, and bring these into their plain form; raises ConfigError."""
         if (self.layers is None) == (self.pattern is None):

@@ -185,6 +185,14 @@ def test_what_does_not_fit_the_model_leaves_it_alone(
     assert torch.equal(logits(model, ids), before)
 
 
+def test_a_table_alone_keeps_what_the_model_says() -> None:
+    model, ids = SUBJECTS["gpt2"].fresh(), tokens(1, 30)
+    before = logits(model, ids)
+    posenc.patch(model, Layered(layers=[posenc.Learned(), posenc.NoPE()]))
+    assert torch.equal(logits(model, ids), before)
+    assert Layered(pattern=[posenc.RoPE(), posenc.NoPE()]).within_length == "changed"
+
+
 def test_an_encoder_takes_what_its_layers_take() -> None:
     forced = posenc.NoPE(allow_bidirectional=True)
     model, ids = SUBJECTS["bert"].fresh(), tokens(2, 100)
