@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -66,7 +67,7 @@ VARIANTS = (
 
 
 def quickstart(
-    output: str | Path, *, steps: int = 300, learning_rate: float = 4e-3, documents: int = 8, seed: int = 0
+    output: str | Path, *, steps: int = 300, learning_rate: float = 4e-3, documents: int = 6, seed: int = 0
 ) -> Path:
     """Run the comparison, print its tables, and return the folder it was written to.
 
@@ -92,7 +93,7 @@ def quickstart(
         before[variant.label] = _before(variant, texts)
         console.print(f"perplexity before training: {before[variant.label]:.2f}")
         run = finetune(_run_config(variant, folder, steps=steps, learning_rate=learning_rate, seed=seed))
-        records[variant.label] = run.record
+        records[variant.label] = _portable(run.record, folder)
         for label, model in _stages(variant, run.model):
             curves.append(_measure(model, texts, LENGTHS, label))
     recovery = _recovery(curves, before)
@@ -106,6 +107,9 @@ def quickstart(
         title=TITLE,
         extra={"budget": budget, "recovery": recovery, "runs": records, "command": "make quickstart"},
     )
+    models = {variant.label: variant.encoding and variant.encoding.to_dict() for variant in VARIANTS}
+    settings = {**budget, "documents": documents, "seed": seed, "lengths": list(LENGTHS), "models": models}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     _write_card(folder)
     for table in (_recovery_table(recovery, steps * TOKENS_A_STEP), length_table(curves, title=TITLE)):
         console.print(table)
@@ -116,6 +120,13 @@ def quickstart(
 def _load_base() -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(BASE, dtype="float32")
     return model
+
+
+def _portable(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a run's record with the paths of this machine cut down to what they mean elsewhere."""
+    config = record["config"]
+    paths = {"model": Path(BASE).name, "output_dir": str(Path(config["output_dir"]).relative_to(folder))}
+    return {**record, "config": {**config, **paths}}
 
 
 def _before(variant: Variant, texts: list[str]) -> float:

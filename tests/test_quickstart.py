@@ -30,6 +30,7 @@ def result(folder: Path) -> dict[str, object]:
 def test_the_folder_holds_table_plot_card_result_and_models(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
+        "config.yaml",
         "models",
         "perplexity.png",
         "result.json",
