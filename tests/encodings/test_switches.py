@@ -1,0 +1,435 @@
+"""Where a paper and its code, or two codes, disagree: nineteen places, each a named field with a default and two sides.
+
+Every row says what comes out of each side: published values, or what the two formulas give by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_posenc as posenc
+from hf_posenc import scaling as scalings
+from hf_posenc.config import ENCODINGS
+from hf_posenc.errors import ConfigError
+from hf_posenc.scaling import KINDS
+
+Numbers = list[float]
+ABSENT = {
+    14: "fope",  # its zero-frequency sines: the method is not among the encodings
+    18: "drope",  # its normalisation of queries and keys changes the model and not its positions
+}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One disagreement.
+
+    `sides` maps every value of the field to what `probe` gives for it; the first one is the default.
+    """
+
+    number: int
+    encoding: str
+    field: str
+    probe: Callable[..., Numbers]
+    sides: dict[Any, Numbers]
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def config(self, value: Any) -> Any:
+        """The config with that value, `rope_type.key` being a key of a scaling."""
+        kind, _, key = self.field.rpartition(".")
+        if not kind:
+            return posenc.encoding(self.encoding, **self.fixed, **{key: value})
+        return posenc.RoPE(**{**self.fixed, "scaling": {"rope_type": kind, **self.fixed["scaling"], key: value}})
+
+
+def geometry(**fields: Any) -> posenc.Geometry:
+    plain = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    return posenc.Geometry(**{**plain, "max_position_embeddings": 512, "causal": True, **fields})
+
+
+def label(switch: Switch) -> str:
+    return f"{switch.number}-{switch.encoding}-{switch.field}"
+
+
+def built(config: Any, shape: posenc.Geometry) -> Any:
+    return posenc.build(config, shape)
+
+
+def frequencies(*pairs: int, dim: int) -> Callable[[Any], Numbers]:
+    """Radians per token of these pairs."""
+    return lambda config: [built(config, geometry(head_dim=dim)).inv_freq[k] for k in pairs]
+
+
+def distances(row: int, *columns: int) -> Callable[[Any], Numbers]:
+    """How far away keys seem to a query at `row`, off the angle of a pair that turns by 0.01 a token."""
+
+    def probe(config: Any) -> Numbers:
+        state = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+        keys = torch.tensor([columns])
+        positions = posenc.Positions(query=torch.tensor([[row]]), key=keys)
+        score = built(config, geometry()).score(
+            state.expand(1, 1, 1, 4), state.expand(1, 1, len(columns), 4), positions
+        )
+            return (score.clamp(-1, 1).acos() * 100).flatten().tolist()
+
+    return probe
+
+
+def biases(query: int, *keys: int, **shape: Any) -> Callable[[Any], Numbers]:
+    """The bias of the last head."""
+
+    def probe(config: Any) -> Numbers:
+        found = geometry(**shape)
+        states = torch.zeros(1, found.num_attention_heads, len(keys), found.head_dim, dtype=torch.float64)
+        positions = posenc.Positions(query=torch.tensor([[query]]), key=torch.tensor([keys]))
+        bias = built(config, found).bias(states[:, :, :1], states, positions)
+            return bias[0, -1].flatten().tolist()
+
+    return probe
+
+
+def trained(number: float, probe: Callable[..., Any], **shape: Any) -> Callable[[Any], Numbers]:
+    """What `probe` gives of an encoding all of whose numbers are `number`."""
+
+    def run(config: Any) -> Numbers:
+        encoding = built(config, geometry(**shape)).double()
+        with torch.no_grad():
+            for parameter in encoding.parameters():
+                parameter.fill_(number)
+            found: Tensor = probe(encoding)
+        return found.flatten().tolist()
+
+    return run
+
+
+def sinusoid(config: Any) -> Numbers:
+    return built(config, geometry()).embed(torch.tensor([[1]])).flatten().tolist()
+
+
+def table(config: Any) -> Numbers:
+    encoding: Any = built(config, geometry(max_position_embeddings=4))
+    encoding.adopt(torch.tensor([[0.0], [10.0], [20.0], [30.0]]).expand(-1, 8))
+    return encoding.weight[:, 0].tolist()
+
+
+def turned(config: Any) -> Numbers:
+    states = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    return built(config, geometry()).rotate(states.expand(1, 1, 1, 4), torch.tensor([[1]])).flatten().tolist()
+
+
+def fire_argument(*places: tuple[int, int]) -> Callable[[Any], Numbers]:
+    """What the network of FIRE is asked at (query, distance): one unit that passes its argument on."""
+
+    def probe(config: Any) -> Numbers:
+        encoding: Any = built(config, geometry()).double()
+        with torch.no_grad():
+            for layer in (encoding.hidden, encoding.output):
+                layer.weight.fill_(1)
+                layer.bias.zero_()
+            encoding.c.fill_(0.1)
+        states, found = torch.zeros(1, 1, 1, 4, dtype=torch.float64), []
+        for i, d in places:
+            at = posenc.Positions(query=torch.tensor([[i]]), key=torch.tensor([[i - d]]))
+            found.append(encoding.bias(states, states, at).item())
+        return found
+
+    return probe
+
+
+def temperature(*positions: int) -> Callable[[Any], Numbers]:
+    def probe(config: Any) -> Numbers:
+        found = built(config, geometry()).temperature(torch.tensor([positions]))
+            return found.flatten().tolist()
+
+    return probe
+
+
+def cope_place(encoding: Any) -> Tensor:
+    """Rows that count up tell the position of a key: the query's own, whose score is 1."""
+    encoding.weight.zero_()
+    encoding.weight[:, 0] = torch.arange(64)
+    query, key = torch.zeros(1, 1, 1, 4).double(), torch.zeros(1, 1, 1, 4).double()
+    query[..., 0] = 0.5  # scaled: without the division by sqrt(4) it is 1, and reads a row's number off
+    key[..., 0] = 2
+    found: Tensor = encoding.bias(query, key, posenc.Positions(query=torch.tensor([[0]]), key=torch.tensor([[0]])))
+    return found
+
+
+def t5_row(encoding: Any) -> Tensor:
+    states = torch.zeros(1, 1, 1, 4).double()
+    found: Tensor = encoding.bias(states, states, posenc.Positions(query=torch.tensor([[3]]), key=torch.tensor([[1]])))
+    return found
+
+
+def layers_of_four(config: Any) -> Numbers:
+    """How many sets of numbers a model of four layers has."""
+    return [float(len(list(config.build_layers(geometry(), 4).parameters())))]
+
+
+def sandwich(first: int) -> float:
+    return (sum(math.cos(1e4 ** (-2 * k / 128)) for k in range(first, first + 64)) - 64) / 8
+
+
+def fire(query: float, distance: float, threshold: int) -> float:
+    return math.log1p(0.1 * distance) / (math.log1p(0.1 * max(query, threshold)) + 1e-6)
+
+
+def pair(k: int, dim: int, theta: float = 10000.0) -> float:
+    """Radians per token of a pair that nothing slows down."""
+    return float(theta ** (-2 * k / dim))
+
+
+SINES = (0.8414709848, 0.0998334166, 0.0099998333, 0.0009999998)
+COSINES = (0.5403023059, 0.9950041653, 0.9999500004, 0.9999995)
+LLAMA2 = {"scaling": {"factor": 16.0, "original_max_position_embeddings": 4096}}
+"""YaRN's ramp lies between pairs 20 and 46 there: 33 is kept by half, 45 by a 26th part."""
+GPT_OSS = {"theta": 150000.0, "scaling": {"factor": 32.0, "original_max_position_embeddings": 4096}}
+"""YaRN's ramp lies between 8.09277912 and 17.39802450 there, or, truncated, between 8 and 18."""
+KEPT = (17.39802450 - 13) / (17.39802450 - 8.09277912)
+SWITCHES = [
+    Switch(
+        1,
+        "rope",
+        "yarn.ramp",
+        frequencies(45, dim=128),
+        {"dimension": [pair(45, 128) * (1 / 26 + 25 / 26 / 16)], "rotations": [9.6425915e-5]},
+        LLAMA2,
+    ),
+    Switch(
+        2,
+        "rope",
+        "yarn.truncate",
+        frequencies(13, dim=64),
+        {True: [0.0040695547], False: [pair(13, 64, 150000.0) * (KEPT + (1 - KEPT) / 32)]},
+        GPT_OSS,
+    ),
+    Switch(
+        3,
+        "rope",
+        "yarn.mix",
+        frequencies(33, dim=128),
+        {"linear": [0.0046004355], "harmonic": [pair(33, 128) / (0.5 + 0.5 * 16)]},
+        LLAMA2,
+    ),
+    Switch(
+        4,
+        "rope",
+        "yarn.mscale_all_dim",
+        lambda config: [built(config, geometry()).attention_factor],
+        {None: [0.1 * math.log(40) + 1], 1.0: [1.0]},
+        {"scaling": {"factor": 40.0, "mscale": 1.0, "original_max_position_embeddings": 4096}},
+    ),
+    Switch(
+        4,
+        "tempered",
+        "scale",
+        temperature(0, 9),
+        {None: [1.0] * 2, (0.1 * math.log(40) + 1) ** 2: [1.8738542071] * 2},
+        {"encoding": {"name": "rope"}, "kind": "constant"},
+    ),
+    Switch(
+        5,
+        "dual_chunk",
+        "clamp",
+        distances(15, *range(16)),
+        {
+            "chunk": [10, 9, 8, 7, 6, 5, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0],
+            "chunk-1": [9, 8, 7, 6, 5, 4, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0],
+        },
+        {"chunk": 10, "local": 4},
+    ),
+    Switch(
+        6,
+        "self_extend",
+        "shift",
+        distances(20, 0, 10, 17),
+        {"fractional": [12.5, 7.5, 3], "floor": [13, 8, 3]},
+        {"group": 2, "window": 5},
+    ),
+    Switch(
+        7,
+        "alibi",
+        "form",
+        biases(6, 0, 4, 5, 6, num_attention_heads=2),
+        {
+            "relative": [-6 / 256, -2 / 256, -1 / 256, 0],
+            "bloom": [0, 4 / 256, 5 / 256, 6 / 256],
+            "mpt": [-6 / 256, -2 / 256, -1 / 256, 0],
+            "falcon": [0, 2 / 256, 2.5 / 256, 3 / 256],
+        },
+    ),
+    Switch(
+        8,
+        "sinusoidal",
+        "layout",
+        sinusoid,
+        {
+            "interleaved": [one for pair in zip(SINES, COSINES, strict=True) for one in pair],
+            "concatenated": [*SINES, *COSINES],
+            "tensor2tensor": [
+                *(0.8414709848, 0.0463992235, 0.0021544330, 0.0000999999983),
+                *(0.5403023059, 0.9989229760, 0.9999976792, 0.999999995),
+            ],
+        },
+    ),
+    Switch(
+        9,
+        "learned",
+        "extension",
+        table,
+        {
+            "interpolate": [0, 5, 10, 15, 20, 25, 30, 30],
+            "align_corners": [30 * i / 7 for i in range(8)],
+            "half_pixel": [0, 2.5, 7.5, 12.5, 17.5, 22.5, 27.5, 30],
+        },
+        {"max_position_embeddings": 8},
+    ),
+    Switch(10, "sandwich", "first_index", biases(1, 0), {1: [-1.44661851 / 8], 0: [sandwich(0)]}),
+    Switch(
+        11,
+        "fire",
+        "threshold",
+        fire_argument((255, 128), (511, 128), (4095, 512)),
+        {
+            "half_length": [0.7999813526, 0.6639409087, 0.6572768403],
+            "length": [fire(255, 128, 512), fire(511, 128, 512), 0.6572768403],
+        },
+        {"width": 1},
+    ),
+    Switch(
+        11,
+        "fire",
+        "count",
+        fire_argument((1023, 512), (10, 10)),
+        {"from_zero": [0.8528225304, 0.2112666036], "from_one": [fire(1024, 512, 256), 0.2112666036]},
+        {"width": 1},
+    ),
+    Switch(
+        12,
+        "kerple",
+        "parametrization",
+        trained(-1.0, lambda encoding: encoding.penalty(torch.tensor([[3.0]]).double())),
+        {
+            "softplus": [-math.log1p(math.exp(-1)) * math.log1p(3 * math.log1p(math.exp(-1)))],
+            "clamp": [-0.01 * math.log1p(0.03)],
+        },
+    ),
+    Switch(
+        13,
+        "tempered",
+        "kind",
+        temperature(8190, 8191, 8192),
+        {
+            "llama4": [1.0, 1.0693147181, 1.0693147181],
+            "ministral3": [1.0, 1.0, 1.0693147181],
+            "log_n": [1 + math.log((p + 1) / 8192) / math.log(8192) if p > 8191 else 1.0 for p in (8190, 8191, 8192)],
+        },
+        {"encoding": {"name": "nope"}, "length": 8192},
+    ),
+    Switch(
+        13,
+        "tempered",
+        "length",
+        temperature(4095),
+        {None: [4 / 3], 512: [4 / 3], 4096: [1.0]},
+        {"encoding": {"name": "nope"}, "kind": "log_n"},
+    ),
+    Switch(
+        15,
+        "rope",
+        "proportional.rope_type",
+        frequencies(15, dim=128),
+        {"default": [1.7782794e-4], "proportional": [0.1154782]},
+        {"partial_rotary_factor": 0.25, "scaling": {}},
+    ),
+    Switch(
+        16,
+        "rope",
+        "pairing",
+        turned,
+        {
+            "half_split": [-1.984110649, 1.959900667, 2.462377902, 4.019799668],
+            "interleaved": [-1.142639664, 1.922075597, 2.959850668, 4.029799502],
+        },
+    ),
+    Switch(
+        17,
+        "cope",
+        "gates",
+        trained(0.0, cope_place),
+        {"scaled": [1 / (1 + math.exp(-1))], "unscaled": [1 / (1 + math.exp(-2))]},
+    ),
+    Switch(19, "t5", "multiplier", trained(0.7, t5_row), {"one": [0.7], "sqrt_head_dim": [1.4]}),
+    Switch(19, "t5", "per_layer", layers_of_four, {False: [1], True: [4]}),
+]
+EVEN = {("learned", "extension"), ("tempered", "kind"), ("rope", "proportional.rope_type")}
+"""Fields that have no default, or another one: they choose among methods, of which these are some."""
+UNWRITTEN = {"yarn.truncate", "yarn.mix", "yarn.mscale_all_dim"}
+"""Keys of a scaling of which no docstring speaks yet, or not of all their values."""
+
+
+def test_all_nineteen_are_here_or_have_a_reason() -> None:
+    assert {switch.number for switch in SWITCHES} | ABSENT.keys() == set(range(1, 20))
+    assert ABSENT[14] not in posenc.encodings()
+    fields = {field.name for field in dataclasses.fields(ENCODINGS[ABSENT[18]])}
+    assert fields == {"factor", "coefficient"}
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=label)
+def test_both_sides_give_what_they_are_known_for(switch: Switch) -> None:
+    seen: list[Numbers] = []
+    for value, expected in switch.sides.items():
+        found = switch.probe(switch.config(value))
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=2e-6, abs=2e-7), (value, found)
+        seen.append(found)
+    assert any(found != pytest.approx(seen[0], rel=1e-5, abs=1e-9) for found in seen[1:])
+
+
+@pytest.mark.parametrize("switch", [one for one in SWITCHES if (one.encoding, one.field) not in EVEN], ids=label)
+def test_the_first_side_is_the_default(switch: Switch) -> None:
+    """In a scaling a key that is left out does what the default says."""
+    default = next(iter(switch.sides))
+    kind, _, key = switch.field.rpartition(".")
+    if kind:
+        choices = KINDS[kind].choices.get(key)
+        assert choices is None or choices[0] == default
+        left_out: posenc.EncodingConfig = posenc.RoPE(**{**switch.fixed, "scaling": {"rope_type": kind, **switch.fixed["scaling"]}})
+    else:
+        fields = {field.name: field.default for field in dataclasses.fields(ENCODINGS[switch.encoding])}
+        assert fields[key] == default
+        left_out = posenc.encoding(switch.encoding, **switch.fixed)
+    assert switch.probe(left_out) == switch.probe(switch.config(default))
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=label)
+def test_nothing_else_is_taken_for_a_side(switch: Switch) -> None:
+    with pytest.raises(ConfigError):
+        switch.config("the other one")
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param(switch, id=label(switch), marks=[pytest.mark.xfail(strict=True)] * (switch.field in UNWRITTEN))
+        for switch in SWITCHES
+    ],
+)
+def test_every_side_is_documented(switch: Switch) -> None:
+    """Field and sides stand in the docstring of the config, keys of a scaling in those of the scalings."""
+    key = switch.field.rpartition(".")[2]
+    text = ENCODINGS[switch.encoding].__doc__ or ""
+    if "." in switch.field:
+        text += " ".join(str(getattr(thing, "__doc__", "")) for thing in vars(scalings).values())
+    assert key in text
+    for side in (side for side in switch.sides if isinstance(side, str)):
+        assert side in text
