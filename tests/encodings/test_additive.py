@@ -130,7 +130,8 @@ def test_rows_of_a_batch_and_queries_of_a_block_stand_alone(spec: str, causal: b
 
     def bias(rows: slice, queries: slice) -> Tensor:
         some = gates[rows] if spec in GATED else None
-        positions = posenc.Positions(query=at[rows, queries], key=to[rows], gates=some)
+        own = posenc.Positions(query=at, key=to).own_slots()[queries]
+        positions = posenc.Positions(query=at[rows, queries], key=to[rows], gates=some, slots=own)
         found: Tensor = encoding.bias(query[rows, :, queries], key[rows], positions)
         return found.expand(-1, HEADS, query[rows, :, queries].shape[2], 8)
 

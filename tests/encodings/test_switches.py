@@ -78,7 +78,7 @@ def distances(row: int, *columns: int) -> Callable[[Any], Numbers]:
         score = built(config, geometry()).score(
             state.expand(1, 1, 1, 4), state.expand(1, 1, len(columns), 4), positions
         )
-            return (score.clamp(-1, 1).acos() * 100).flatten().tolist()
+        return (score.clamp(-1, 1).acos() * 100).flatten().tolist()
 
     return probe
 
@@ -91,7 +91,7 @@ def biases(query: int, *keys: int, **shape: Any) -> Callable[[Any], Numbers]:
         states = torch.zeros(1, found.num_attention_heads, len(keys), found.head_dim, dtype=torch.float64)
         positions = posenc.Positions(query=torch.tensor([[query]]), key=torch.tensor([keys]))
         bias = built(config, found).bias(states[:, :, :1], states, positions)
-            return bias[0, -1].flatten().tolist()
+        return bias[0, -1].flatten().tolist()
 
     return probe
 
@@ -147,7 +147,7 @@ def fire_argument(*places: tuple[int, int]) -> Callable[[Any], Numbers]:
 def temperature(*positions: int) -> Callable[[Any], Numbers]:
     def probe(config: Any) -> Numbers:
         found = built(config, geometry()).temperature(torch.tensor([positions]))
-            return found.flatten().tolist()
+        return found.flatten().tolist()
 
     return probe
 
@@ -403,7 +403,8 @@ def test_the_first_side_is_the_default(switch: Switch) -> None:
     if kind:
         choices = KINDS[kind].choices.get(key)
         assert choices is None or choices[0] == default
-        left_out: posenc.EncodingConfig = posenc.RoPE(**{**switch.fixed, "scaling": {"rope_type": kind, **switch.fixed["scaling"]}})
+        scaling = {"rope_type": kind, **switch.fixed["scaling"]}
+        left_out: posenc.EncodingConfig = posenc.RoPE(**{**switch.fixed, "scaling": scaling})
     else:
         fields = {field.name: field.default for field in dataclasses.fields(ENCODINGS[switch.encoding])}
         assert fields[key] == default
