@@ -4,8 +4,11 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
+WORKERS ?= 2
 QUICKSTART_ARGS ?=
 
+# one worker a file, so that what a module's tests share is made once
+PARALLEL = -n $(WORKERS) --dist loadfile
 DEV := .venv
 OLDEST := .venv-oldest
 QUICKSTART := .venv-quickstart
@@ -20,7 +23,7 @@ quickstart: $(QUICKSTART)/stamp  ## patch, fine-tune and measure the small bundl
 	$(QUICKSTART)/bin/hf-posenc quickstart $(QUICKSTART_ARGS)
 
 test: lint types  ## lint, types and the test suite, on the pinned versions
-	$(DEV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 lint: $(DEV)/stamp  ## ruff, both as linter and as format check
 	$(DEV)/bin/ruff check .
@@ -33,7 +36,7 @@ test-slow: $(DEV)/stamp  ## only the tests that need minutes or the network
 	$(DEV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/stamp  ## the test suite on the lowest versions the package promises to work with
-	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 format: $(DEV)/stamp  ## let ruff fix and format the code
 	$(DEV)/bin/ruff check --fix .
