@@ -1,7 +1,8 @@
 """Sinusoidal absolute positions, computed and not learned.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.5. Three incompatible column layouts are in use; weights
-trained under one make no sense under another.
+trained under one make no sense under another. Interpolation, as for learned tables: Zhu et al. 2024, "LongEmbed",
+section 4.2.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class SinusoidalEncoding(Encoding):
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return (b, n, hidden_size) in float32; phases are taken in float64."""
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=position_ids.device)
-        phases = position_ids[..., None].double() * frequencies  # (b, n, hidden / 2)
+        phases = position_ids[..., None].double() / self.config.interpolation_factor * frequencies  # (b, n, hidden / 2)
         parts = (phases.sin(), phases.cos())
         table = torch.stack(parts, -1).flatten(-2) if self.config.layout == "interleaved" else torch.cat(parts, -1)
         return (table * self.config.scale).float()
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
-        return f"layout={self.config.layout}, theta={self.config.theta}, scale={self.config.scale}"
+        factor = self.config.interpolation_factor
+        return f"layout={self.config.layout}, theta={self.config.theta}, scale={self.config.scale}, factor={factor}"
 
 
 @register_encoding
@@ -56,11 +58,14 @@ class Sinusoidal(EncodingConfig):
             fairseq, M2M100 and XGLM).
         scale: factor on the table, > 0; neutral value 1. A pretrained model whose token embeddings are small hears
             little else at 1, since the table's root mean square is 0.71.
+        interpolation_factor: positions are divided by it, > 0; for a model trained with sinusoids, the length asked for
+            over the length trained. Neutral value: 1.
     """
 
     theta: float = 10000.0
     layout: str = "interleaved"
     scale: float = 1.0
+    interpolation_factor: float = 1.0
 
     name: ClassVar[str] = "sinusoidal"
     label: ClassVar[str] = "Sinusoidal"
@@ -68,10 +73,10 @@ class Sinusoidal(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
-        if not (isinstance(self.theta, int | float) and math.isfinite(self.theta) and self.theta > 1):
-            raise ConfigError(f"Sinusoidal.theta must be a finite number above 1, was: {self.theta!r}")
-        if not (isinstance(self.scale, int | float) and math.isfinite(self.scale) and self.scale > 0):
-            raise ConfigError(f"Sinusoidal.scale must be a positive number, was: {self.scale!r}")
+        for field, least in (("theta", 1), ("scale", 0), ("interpolation_factor", 0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
+                raise ConfigError(f"Sinusoidal.{field} must be a finite number above {least}, was: {value!r}")
         if self.layout not in LAYOUTS:
             raise ConfigError(f"unknown Sinusoidal.layout {self.layout!r}; {did_you_mean(str(self.layout), LAYOUTS)}")
 

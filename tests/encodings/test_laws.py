@@ -93,6 +93,18 @@ def test_interpolation_at_a_multiple_is_the_plain_rotation(factor: int) -> None:
     assert torch.equal(slow.rotate(states(1, 4, 5, DIM), factor * ids), rotary().rotate(states(1, 4, 5, DIM), ids))
 
 
+@pytest.mark.parametrize("layout", ["interleaved", "concatenated", "tensor2tensor"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
+def test_interpolated_sinusoids_at_a_multiple_are_the_plain_ones(factor: float, layout: str) -> None:
+    plain, slow = (
+        posenc.build(posenc.Sinusoidal(layout=layout, interpolation_factor=f), geometry()) for f in (1.0, factor)
+    )
+    ids = torch.tensor([[0, 2, 4, 78, 5000]])
+    at = (ids * factor).long()
+    assert torch.equal(slow.embed(at), plain.embed(ids))  # type: ignore[arg-type]
+    assert torch.equal(slow.embed(ids), plain.embed(ids)) == (factor == 1.0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", STRETCHING)
 def test_scalings_lie_between_no_change_and_interpolation(kind: str) -> None:
     plain, scaled, slowest = (rotary(name, length=4096).inv_freq for name in ("default", kind, "linear"))
