@@ -63,6 +63,16 @@ class NoRotation(nn.Module):
         return x.new_ones(shape), x.new_zeros(shape)
 
 
+def rotary_width(rotary: nn.Module) -> int:
+    """Return the last dimension of the cosines that a rotary module gives, by asking it for those of one position."""
+    device = next(rotary.buffers()).device
+    states, position_ids = torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
+    layer_types = list(getattr(rotary, "layer_types", ()))[:1]
+    # without its decorators, which look at the length of the text and refill the frequencies
+    cosines: Tensor = inspect.unwrap(type(rotary).forward)(rotary, states, position_ids, *layer_types)[0]
+    return cosines.shape[-1]
+
+
 def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward of a patched model class: on the body itself, positions are resolved first."""
     parameters = list(inspect.signature(stock.forward).parameters)[1:]

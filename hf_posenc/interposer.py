@@ -157,6 +157,7 @@ def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
         label: what the encoding puts before the class name, as in `RotaryGPT2Attention`.
     """
     parameters = list(inspect.signature(stock.forward).parameters)[1:]
+    states = parameters[0]  # `hidden_states`, as nearly everywhere
     cache_name = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
     @functools.wraps(stock.forward)
@@ -169,9 +170,10 @@ def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
             cache = cache.self_attention_cache
         positions = kwargs.pop("posenc_positions", None)
         if positions is None:
-            positions = _plain_positions(kwargs["hidden_states"], kwargs.get("position_ids"), cache)
+            past = cache.get_seq_length(getattr(self, "layer_idx", None) or 0) if cache is not None else 0
+            positions = _plain_positions(kwargs[states], kwargs.get("position_ids"), cache, int(past))
         encoding: Encoding = self.posenc_joint.of(self)  # type: ignore[union-attr, operator]
-        call = _Call(encoding, positions, cache, encoding.gate(kwargs["hidden_states"]))
+        call = _Call(encoding, positions, cache, encoding.gate(kwargs[states]))
         if given and cache_name:
             kwargs.pop(given)
             kwargs[cache_name] = call
@@ -192,12 +194,14 @@ def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
     )
 
 
-def _plain_positions(states: Tensor, position_ids: Tensor | None, cache: Any) -> Positions:
-    """Return the positions of a module that is called by itself, outside its model."""
-    if position_ids is None:
-        past = cache.get_seq_length() if cache is not None else 0
-        position_ids = torch.arange(states.shape[1], device=states.device)[None] + past
-    return Positions(query=position_ids, key=position_ids)
+def _plain_positions(states: Tensor, position_ids: Tensor | None, cache: Any, past: int) -> Positions:
+    """Return the positions of a module that its model hands `position_ids` at most, or that is called by itself."""
+    steps = torch.arange(past + states.shape[1], device=states.device)[None]
+    query = steps[:, past:] if position_ids is None else position_ids
+    noted = getattr(cache, "posenc_positions", steps)  # by whoever filled the cache
+    before = (noted if noted.shape[-1] >= past else steps)[:, :past].to(query.device)
+    rows = max(len(before), len(query))
+    return Positions(query=query, key=torch.cat([before.expand(rows, -1), query.expand(rows, -1)], dim=-1))
 
 
 def _stock_function(module: nn.Module) -> tuple[str, Callable[..., Output]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +11,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.config import EncodingConfig
-from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.config import Encoding, EncodingConfig
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError, UnsupportedFamilyError
 from hf_posenc.family import Family
 from hf_posenc.inputs import NoRotation, PositionTable
 from hf_posenc.interposer import check_backend, uses_attention
 from hf_posenc.length import table_start
 from hf_posenc.positions import Geometry
+
+_HALF_SPLIT: dict[str, Any] = {"pairing": "half_split"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +88,24 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
     """
     body = family.body_of(model)
     found = attention_modules(body, family)
-    expected = model.config.num_hidden_layers
-    if len(found) != expected:
-        raise UnsupportedFamilyError(
-            f"{type(model).__name__} has {expected} layers, but {len(found)} self-attention modules of the declared "
-            f"classes {', '.join(family.attention)}; its record does not describe it. See posenc.discover(model)."
-        )
+    _check_record(model, family, found)
     geometry = geometry_of(model, family)
     rope = getattr(model.config, "rope_parameters", None) if family.rotary else None
-    config = config.for_model(geometry, rope)
+    config = _for_model(config, geometry, rope)
     config.check(geometry)
+    _check_pairing(config, family)
     prefix = next(path for path, module in model.named_modules() if module is body)
     prefix = prefix and f"{prefix}."
     changes: dict[str, tuple[str, str]] = {}
-    parameters = native_parameters(config, geometry, family)
+    parameters = None if by_layer_type(rope) else native_parameters(config, geometry, family)
     if family.rotary and parameters:
         now = type(body.get_submodule(family.rotary)).__name__
         changes[prefix + family.rotary] = (_rope_text(rope or {}, now), _rope_text(parameters, now))
         return PatchPlan(family=family, config=config, geometry=geometry, route="native", changes=changes)
     with torch.device("meta"):  # built to be asked; nothing that depends on the length is allocated
-        encoding = config.build_layers(geometry, expected)
+        encoding = config.build_layers(geometry, len(found))
     check_backend(encoding, model.config._attn_implementation)
+    _check_attention(model, encoding, family, found)
     for path, stand_in in ((family.table, PositionTable), (family.rotary, NoRotation)):
         if path:
             changes[prefix + path] = (type(body.get_submodule(path)).__name__, stand_in.__name__)
@@ -128,12 +129,77 @@ def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family
     It cannot for `dynamic`: transformers takes the base from the length of the call, so that its cached decode and its
     full forward disagree; the interposer gives every query the base of its own position.
     """
+    if family.interleaved and getattr(config, "pairing", None) == "interleaved":
+        config = dataclasses.replace(config, **_HALF_SPLIT)  # the parameters say nothing of pairs
     parameters = config.rope_parameters(geometry)
     if family.rotary is None or parameters is None or parameters["rope_type"] == "dynamic":
         return None
     if family.partial_rotary:
         return parameters
     return parameters if parameters.pop("partial_rotary_factor") == 1.0 else None
+
+
+def _check_record(model: PreTrainedModel, family: Family, found: dict[str, nn.Module]) -> None:
+    """Raise UnsupportedFamilyError where a model is not built as a record says."""
+    body, name = family.body_of(model), type(model).__name__
+    expected = getattr(model.config, family.layers)
+    if len(found) != expected:
+        raise UnsupportedFamilyError(
+            f"{name} has {expected} layers, but {len(found)} self-attention modules of the declared "
+            f"classes {', '.join(family.attention)}; its record does not describe it. See posenc.discover(model)."
+        )
+    paths = {path for path, _ in body.named_modules()}
+    for path in (family.table, family.rotary):
+        if path and path not in paths:
+            raise UnsupportedFamilyError(
+                f"{name} has no module {path!r}, where the record of {family.name!r} says that its positions come "
+                "from: this one was configured to take them from elsewhere. See posenc.discover(model)."
+            )
+
+
+def by_layer_type(rope: Mapping[str, Any] | None) -> bool:
+    """Tell whether a model has rotary parameters for every type of layer, as those with two thetas do."""
+    return rope is not None and any(isinstance(value, dict) for value in rope.values())
+
+
+def _for_model(config: EncodingConfig, geometry: Geometry, rope: Mapping[str, Any] | None) -> EncodingConfig:
+    """Fill in what depends on the model; raises ConfigError where its types of layers would fill it in differently."""
+    if not by_layer_type(rope) or rope is None:
+        return config.for_model(geometry, rope)
+    filled = [config.for_model(geometry, own) for own in rope.values() if own is not None]
+    if any(other != filled[0] for other in filled):
+        raise ConfigError(
+            f"the layers of this model rotate in different ways ({dict(rope)}), and {config.name} is one for all of "
+            "them; say which theta and which scaling they shall have, {'rope_type': 'default'} for none."
+        )
+    return filled[0]
+
+
+def _check_pairing(config: EncodingConfig, family: Family) -> None:
+    """Raise ConfigError where a rotation would pair other dimensions than those that the weights were trained for."""
+    if family.interleaved and getattr(config, "pairing", "interleaved") != "interleaved":
+        raise ConfigError(
+            f"models of type {family.name!r} rotate dimension 2k with 2k + 1, which half_split would tear apart; "
+            "ask for pairing='interleaved'."
+        )
+
+
+def _check_attention(model: PreTrainedModel, encoding: Encoding, family: Family, found: dict[str, nn.Module]) -> None:
+    """Raise UnsupportedEncodingError where the model's own way of attending would be lost or overruled."""
+    name = type(encoding).__name__
+    bare = [path for path, module in found.items() if family.rotates and not getattr(module, family.rotates, None)]
+    if bare and (encoding.overrides("rotate") or encoding.overrides("rotate_key")):
+        raise UnsupportedEncodingError(
+            f"{type(model).__name__} leaves {len(bare)} of its {len(found)} layers without positions, and {name} "
+            "would turn these as well; change its rotation by one that transformers computes itself (RoPE with a "
+            "theta or scaling other than 'dynamic'), or patch in an encoding without a rotation."
+        )
+    for attribute, what in (("attn_logit_softcapping", "caps its scores"), ("sinks", "has attention sinks")):
+        held = getattr(model.config, attribute, None) or any(hasattr(module, attribute) for module in found.values())
+        if held and encoding.overrides("score"):
+            raise UnsupportedEncodingError(
+                f"{type(model).__name__} {what}, which {name} would leave out, since it computes all scores itself."
+            )
 
 
 def _rope_text(parameters: Any, name: str) -> str:

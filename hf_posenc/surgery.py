@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from hf_posenc.config import from_dict
 from hf_posenc.errors import PatchStateError
 from hf_posenc.family import find_family
-from hf_posenc.inputs import NoRotation, PositionTable
+from hf_posenc.inputs import NoRotation, PositionTable, rotary_width
 from hf_posenc.interposer import Joint, interposed, uses_attention
 from hf_posenc.length import table_start
 from hf_posenc.modeling import config_class, model_class
-from hf_posenc.planning import PatchPlan, attention_modules, make_plan, native_parameters
+from hf_posenc.planning import PatchPlan, attention_modules, by_layer_type, make_plan, native_parameters
 
 RECORD = "posenc_record"
 
@@ -68,7 +68,7 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
     plan, family = record.plan, record.plan.family
     body = family.body_of(model)
     weight = next(body.parameters())
-    encoding = plan.config.build_layers(plan.geometry, model.config.num_hidden_layers)
+    encoding = plan.config.build_layers(plan.geometry, getattr(model.config, family.layers))
     encoding.to(device=weight.device, dtype=weight.dtype)
     joint = Joint(body)
     if family.table:
@@ -77,8 +77,7 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
         encoding.adopt(table.weight[start:])
         _replace(body, family.table, PositionTable(joint), record)
     if family.rotary:
-        frequencies = body.get_submodule(family.rotary).inv_freq
-        _replace(body, family.rotary, NoRotation(width=2 * len(frequencies)), record)
+        _replace(body, family.rotary, NoRotation(width=rotary_width(body.get_submodule(family.rotary))), record)
     for layer, module in enumerate(attention_modules(body, family).values() if uses_attention(encoding) else ()):
         stock: Any = type(module)
         _swap(module, interposed(stock, plan.config.label), joint, record)
@@ -107,7 +106,8 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     parameters = plan.config.rope_parameters(plan.geometry)
     if plan.family.rotary and parameters and parameters["rope_type"] == "dynamic":
         parameters.pop("original_max_position_embeddings")  # transformers reads it off the model's own length here
-        config.rope_parameters = parameters  # for whoever reads the config; `posenc` is what counts
+        own = config.rope_parameters  # for whoever reads the config; `posenc` is what counts
+        config.rope_parameters = dict.fromkeys(own, parameters) if by_layer_type(own) else parameters
     rows = plan.config.__dict__.get("max_position_embeddings")
     if rows:
         config.max_position_embeddings = rows + (table_start(plan.family, config) if plan.family.counts_padding else 0)

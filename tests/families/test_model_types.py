@@ -1,0 +1,155 @@
+"""Every registered model type, tiny and random, under every way of acting: the laws that a patch has to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import hf_posenc as posenc
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
+from hf_posenc.family import find_family
+from tests.families.models import MODEL_TYPES, WINDOW, backends, causal, stock
+from tests.models import TRAINED, assert_same, in_steps, logits, tokens
+
+LENGTH = 5 * TRAINED // 2
+_STATIC = {"rope_type": "default"}
+_DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}
+SPECS = {
+    "alibi": posenc.Alibi(),
+    "learned": posenc.Learned(max_position_embeddings=LENGTH, extension="tile"),
+    "nope": posenc.NoPE(allow_bidirectional=True),
+    "rope": posenc.RoPE(theta=500.0, scaling=_STATIC),
+    "rope-dynamic": posenc.RoPE(theta=500.0, partial_rotary_factor=1.0, scaling=_DYNAMIC),
+    "sinusoidal": posenc.Sinusoidal(),
+}
+REFUSED = {
+    ("cohere2", "rope-dynamic"): "leaves 1 of its 2 layers without positions",
+    ("smollm3", "rope-dynamic"): "leaves 1 of its 2 layers without positions",
+}
+"""Cells that cannot be right, and what is said of them."""
+PECULIAR = ["albert", "cohere2", "gemma2", "gemma3_text", "glm", "gpt_bigcode", "gpt_oss", "mistral", "smollm3", "xmod"]
+"""Types that differ in kind from those that the other contract tests go through."""
+
+
+def spec_for(model_type: str, name: str) -> posenc.EncodingConfig:
+    """The spec, in the pairing that the type was trained with."""
+    spec = SPECS[name]
+    if isinstance(spec, posenc.RoPE) and find_family(model_type).interleaved:
+        return dataclasses.replace(spec, pairing="interleaved")
+    return spec
+
+
+def cells() -> list[Any]:
+    """Every type with a bias, peculiar ones with everything; the rest is for the slow tier."""
+    return [
+        pytest.param(
+            model_type,
+            name,
+            id=f"{model_type}-{name}",
+            marks=() if name == "alibi" or model_type in PECULIAR else pytest.mark.slow,
+        )
+        for model_type in MODEL_TYPES
+        for name in SPECS
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "name"), cells())
+def test_a_model_type_keeps_the_laws(model_type: str, name: str, tmp_path: Path) -> None:
+    model, spec = stock(model_type), spec_for(model_type, name)
+    before = logits(model, tokens(2, 40))
+    if (model_type, name) in REFUSED:
+        with pytest.raises(UnsupportedEncodingError, match=REFUSED[model_type, name]):
+            posenc.patch(model, spec)
+        assert torch.equal(logits(model, tokens(2, 40)), before)
+        return
+    posenc.patch(model, spec)  # verifies
+    ids = tokens(2, LENGTH)
+    said = logits(model, ids)
+    assert said.isfinite().all()
+    if name == "learned" and find_family(model_type).table:
+        assert torch.equal(logits(model, tokens(2, 40)), before), "the same rows have to say the same"
+    if causal(model_type):
+        assert_same(
+            in_steps(model, ids, [WINDOW - 3, 1, 1, 10, 60, 1, 1], DynamicCache(config=model.config)), said[:, :95]
+        )
+    padded_laws(model, model_type, ids)
+    for backend in backends(model_type)[1:]:
+        model.set_attn_implementation(backend)
+        assert_same(logits(model, ids), said)
+    saved_laws(model, tmp_path)
+    model.set_attn_implementation(backends(model_type)[0])
+    posenc.unpatch(model)
+    assert torch.equal(logits(model, tokens(2, 40)), before)
+    assert not [path for path, _ in model.named_modules() if "posenc" in path]
+
+
+def padded_laws(model: Any, model_type: str, ids: Tensor) -> None:
+    """Padding on the left of one row changes nothing that is said of its tokens, cached or not."""
+    short = ids[:1, :-7]
+    rows = torch.cat([torch.cat([torch.full_like(ids[:1, :7], model.config.pad_token_id), short], 1), ids[1:]])
+    mask = torch.ones_like(rows)
+    mask[0, :7] = 0
+    said = logits(model, short)
+    assert_same(logits(model, rows, attention_mask=mask)[0, 7:], said[0])
+    if causal(model_type):
+        cache = DynamicCache(config=model.config)
+        assert_same(in_steps(model, rows, [30, 1, 5], cache, attention_mask=mask)[0, 7:], said[0, :29])
+
+
+def saved_laws(model: Any, folder: Path) -> None:
+    """What is loaded says bit for bit what was saved."""
+    expected = logits(model, tokens(2, 40))
+    model.save_pretrained(folder)
+    loaded = posenc.from_pretrained(folder, attn_implementation=model.config._attn_implementation).eval()
+    assert torch.equal(logits(loaded, tokens(2, 40)), expected)
+
+
+def test_how_many_types_there_are() -> None:
+    assert len(MODEL_TYPES) >= 70
+    assert len(set(MODEL_TYPES)) == len(MODEL_TYPES)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "modernbert"])
+def test_thetas_of_its_own_for_each_type_of_layer_are_not_taken_for_one(model_type: str) -> None:
+    model = stock(model_type)
+    with pytest.raises(ConfigError, match="rotate in different ways"):
+        posenc.plan(model, posenc.RoPE())
+    assert posenc.plan(model, posenc.RoPE(theta=500.0, scaling=_STATIC)).route == "interposer"
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "glm", "helium"])
+def test_neighbouring_pairs_are_not_torn_apart(model_type: str) -> None:
+    with pytest.raises(ConfigError, match="pairing='interleaved'"):
+        posenc.plan(stock(model_type), posenc.RoPE())
+
+
+def test_an_encoder_configured_for_other_positions_is_refused() -> None:
+    from transformers import EsmConfig, EsmForMaskedLM
+
+    config = EsmConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        position_embedding_type="rotary",
+        pad_token_id=0,
+        intermediate_size=48,
+        mask_token_id=2,
+    )
+    with pytest.raises(posenc.errors.UnsupportedFamilyError, match=r"no module 'embeddings\.position_embeddings'"):
+        posenc.plan(EsmForMaskedLM(config), posenc.Alibi())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("deberta-v2", "content"), ("mamba", "recurrent"), ("longformer", "sparse"), ("reformer", "approximates")],
+)
+def test_what_cannot_be_patched_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(posenc.errors.UnsupportedFamilyError, match=reason):
+        find_family(model_type)
