@@ -14,6 +14,10 @@ from hf_posenc.modeling import model_class
 from hf_posenc.surgery import rebuild
 
 
+WHERE = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
+"""Arguments that say which checkpoint is meant, and so hold for its config too."""
+
+
 def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load a model from a folder or the Hub, with its encoding in place if it was saved patched.
 
@@ -26,7 +30,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         ConfigError: the spec of the encoding is of another version or holds an unknown field.
         OSError: there is no checkpoint at `path`.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in WHERE if key in kwargs})
     spec = getattr(config, "posenc", None)
     name = (config.architectures or [""])[0]
     stock = getattr(transformers, name.removeprefix("Posenc") if spec else name, None)
