@@ -13,7 +13,6 @@ from hf_posenc.errors import CheckpointError
 from hf_posenc.modeling import model_class
 from hf_posenc.surgery import rebuild
 
-
 WHERE = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 """Arguments that say which checkpoint is meant, and so hold for its config too."""
 
