@@ -193,6 +193,12 @@ def test_a_table_alone_keeps_what_the_model_says() -> None:
     assert Layered(pattern=[posenc.RoPE(), posenc.NoPE()]).within_length == "changed"
 
 
+def test_every_layer_is_checked_before_anything_is_built() -> None:
+    geometry = posenc.planning.geometry_of(SUBJECTS["bert"].fresh(), posenc.family.find_family("bert"))
+    with pytest.raises(UnsupportedEncodingError, match="bag of words"):
+        Layered(pattern=[posenc.Alibi(), posenc.NoPE()]).check(geometry)
+
+
 def test_an_encoder_takes_what_its_layers_take() -> None:
     forced = posenc.NoPE(allow_bidirectional=True)
     model, ids = SUBJECTS["bert"].fresh(), tokens(2, 100)
