@@ -11,7 +11,7 @@ import torch
 import hf_posenc as posenc
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
 from tests import checkpoints
-from tests.oracles.test_checkpoints import HEAVY_CHAIN, STORY, perplexity
+from tests.oracles.test_checkpoints import HEAVY_CHAIN, REACTIONS, STORY, perplexity
 
 
 def test_stories_llama_keeps_its_own_rotation_and_loses_others() -> None:
@@ -49,10 +49,15 @@ def test_roberta_gets_positions_beyond_its_table() -> None:
     assert model(torch.randint(5, 25, (1, 600))).logits.isfinite().all()
 
 
-def test_albert_has_no_record_yet_and_gets_one_proposed() -> None:
-    model, _ = checkpoints.rxnmapper_albert()
-    with pytest.raises(posenc.errors.UnsupportedFamilyError, match="albert"):
-        posenc.plan(model, posenc.Learned())
+def test_albert_keeps_what_it_says_when_its_own_table_is_put_back() -> None:
+    model, tokenizer = checkpoints.rxnmapper_albert()
+    inputs = tokenizer(REACTIONS, return_tensors="pt", padding=True)
+    before, real = model(**inputs).logits, inputs["attention_mask"].bool()
+    assert posenc.max_length(model) == 512
+    posenc.patch(model, posenc.Learned())
+    assert torch.equal(model(**inputs).logits[real], before[real])
+    posenc.unpatch(model)
+    assert torch.equal(model(**inputs).logits, before)
 
 
 @pytest.mark.slow
