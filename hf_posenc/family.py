@@ -24,6 +24,8 @@ class Family:
         rotary: path of the rotary module, or None.
         partial_rotary: True where the attention modules can rotate a part of the head.
         interleaved: True where the attention modules pair dimension 2k with 2k + 1 instead of k with k + half.
+        sine_first: True where the rotary module is that of GPT-J: sines before cosines, one a pair, for frequencies of
+            base 10000 that stand in no config.
         rotates: attribute of the attention modules that is None or False on layers that stay without positions, or
             None where there are no such layers.
         counts_padding: True where positions are counted over `input_ids != pad_token_id`, and both explicit
@@ -40,6 +42,7 @@ class Family:
     rotary: str | None = None
     partial_rotary: bool = False
     interleaved: bool = False
+    sine_first: bool = False
     rotates: str | None = None
     counts_padding: bool = False
     token_type_buffer: bool = False

@@ -50,17 +50,20 @@ class NoRotation(nn.Module):
     """Stands where the model had its rotary module: the angle is zero everywhere.
 
     Args:
-        width: rotated dimensions of a head, which the attention modules read off the shape.
+        width: columns of the cosines, off which the attention modules read how much of a head to rotate.
+        sine_first: whether they expect the sines before the cosines.
     """
 
-    def __init__(self, *, width: int) -> None:
+    def __init__(self, *, width: int, sine_first: bool = False) -> None:
         super().__init__()
         self.width = width
+        self.sine_first = sine_first
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return cosines of one and sines of zero, each (1, n, width) in the dtype of `x`, (b, n, hidden_size)."""
         shape = (1, x.shape[1], self.width)
-        return x.new_ones(shape), x.new_zeros(shape)
+        cosines, sines = x.new_ones(shape), x.new_zeros(shape)
+        return (sines, cosines) if self.sine_first else (cosines, sines)
 
 
 def rotary_width(rotary: nn.Module) -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
 from hf_posenc.errors import ConfigError, PatchStateError, UnsupportedFamilyError
-from hf_posenc.family import Family, find_family
+from hf_posenc.family import RULED_OUT, Family, find_family
 from hf_posenc.planning import PatchPlan, make_plan
 from hf_posenc.surgery import install, record_of, remove
 from hf_posenc.verify import Probe, verify
@@ -37,8 +37,7 @@ def plan(model: PreTrainedModel, config: EncodingConfig, *, family: Family | Non
     if not isinstance(config, EncodingConfig):
         raise ConfigError(f"expected an encoding config such as posenc.RoPE(), got: {config!r}")
     _check_state(model)
-    found = find_family(model.config.model_type) if family is None else family
-    return make_plan(model, config, found)
+    return make_plan(model, config, _family_of(model) if family is None else family)
 
 
 def patch(model: M, config: EncodingConfig, *, family: Family | None = None, verify: bool = True) -> M:
@@ -122,6 +121,21 @@ def discover(model: PreTrainedModel) -> Family:
         counts_padding=padding is not None,
         token_type_buffer=any(name.endswith("token_type_ids") for name, _ in base.named_buffers()),
     )
+
+
+def _family_of(model: PreTrainedModel) -> Family:
+    """Return the record of a model; where there is none, raise UnsupportedFamilyError with one to check and paste."""
+    model_type = model.config.model_type
+    try:
+        return find_family(model_type)
+    except UnsupportedFamilyError as error:
+        if model_type in RULED_OUT:
+            raise
+        try:
+            record = discover(model)
+        except UnsupportedFamilyError:
+            raise error from None
+        raise UnsupportedFamilyError(f"{error} It proposes:\n\nposenc.{record}") from None
 
 
 def _check_state(model: object) -> None:

@@ -90,7 +90,7 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
     found = attention_modules(body, family)
     _check_record(model, family, found)
     geometry = geometry_of(model, family)
-    rope = getattr(model.config, "rope_parameters", None) if family.rotary else None
+    rope = _own_rope(model, family, geometry)
     config = _for_model(config, geometry, rope)
     config.check(geometry)
     _check_pairing(config, family)
@@ -132,7 +132,7 @@ def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family
     if family.interleaved and getattr(config, "pairing", None) == "interleaved":
         config = dataclasses.replace(config, **_HALF_SPLIT)  # the parameters say nothing of pairs
     parameters = config.rope_parameters(geometry)
-    if family.rotary is None or parameters is None or parameters["rope_type"] == "dynamic":
+    if family.rotary is None or family.sine_first or parameters is None or parameters["rope_type"] == "dynamic":
         return None
     if family.partial_rotary:
         return parameters
@@ -155,6 +155,15 @@ def _check_record(model: PreTrainedModel, family: Family, found: dict[str, nn.Mo
                 f"{name} has no module {path!r}, where the record of {family.name!r} says that its positions come "
                 "from: this one was configured to take them from elsewhere. See posenc.discover(model)."
             )
+
+
+def _own_rope(model: PreTrainedModel, family: Family, geometry: Geometry) -> Mapping[str, Any] | None:
+    """Return the model's own rotation in transformers' terms, or None where it has none."""
+    if family.sine_first:
+        share = (getattr(model.config, "rotary_dim", None) or geometry.head_dim) / geometry.head_dim
+        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    rope: Mapping[str, Any] | None = getattr(model.config, "rope_parameters", None) if family.rotary else None
+    return rope
 
 
 def by_layer_type(rope: Mapping[str, Any] | None) -> bool:

@@ -77,7 +77,8 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
         encoding.adopt(table.weight[start:])
         _replace(body, family.table, PositionTable(joint), record)
     if family.rotary:
-        _replace(body, family.rotary, NoRotation(width=rotary_width(body.get_submodule(family.rotary))), record)
+        width = rotary_width(body.get_submodule(family.rotary))
+        _replace(body, family.rotary, NoRotation(width=width, sine_first=family.sine_first), record)
     for layer, module in enumerate(attention_modules(body, family).values() if uses_attention(encoding) else ()):
         stock: Any = type(module)
         _swap(module, interposed(stock, plan.config.label), joint, record)
@@ -104,9 +105,9 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     # the length that the weights were trained for stays on record when a longer table changes the model's own
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
     parameters = plan.config.rope_parameters(plan.geometry)
-    if plan.family.rotary and parameters and parameters["rope_type"] == "dynamic":
+    own = getattr(config, "rope_parameters", None)  # for whoever reads the config; `posenc` is what counts
+    if plan.family.rotary and own and parameters and parameters["rope_type"] == "dynamic":
         parameters.pop("original_max_position_embeddings")  # transformers reads it off the model's own length here
-        own = config.rope_parameters  # for whoever reads the config; `posenc` is what counts
         config.rope_parameters = dict.fromkeys(own, parameters) if by_layer_type(own) else parameters
     rows = plan.config.__dict__.get("max_position_embeddings")
     if rows:

@@ -130,11 +130,8 @@ def test_a_record_that_does_not_describe_the_model_is_refused() -> None:
 def test_discovery_finds_what_the_records_say(subject: str) -> None:
     model = SUBJECTS[subject].fresh()
     found, known = posenc.discover(model), find_family(model.config.model_type)
-    assert (found.attention, found.rotary, found.token_type_buffer) == (
-        known.attention,
-        known.rotary,
-        known.token_type_buffer,
-    )
+    assert set(found.attention) <= set(known.attention)  # the record holds those of related types too
+    assert (found.rotary, found.token_type_buffer) == (known.rotary, known.token_type_buffer)
     body = f"{known.body}." if known.body else ""
     assert found.table == (body + known.table if known.table else None)
     assert found.table_offset == known.table_offset

@@ -29,6 +29,7 @@ _WIDTHS = {
     **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCABULARY),
     **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim", "embedding_size"), 16),
     "head_dim": 8,
+    "rotary_dim": 4,
     "num_attention_heads": 4,
     "vocab_size": VOCABULARY,
     "eos_token_id": None,

@@ -92,7 +92,7 @@ def test_a_model_type_keeps_the_laws(model_type: str, name: str, tmp_path: Path)
 def padded_laws(model: Any, model_type: str, ids: Tensor) -> None:
     """Padding on the left of one row changes nothing that is said of its tokens, cached or not."""
     short = ids[:1, :-7]
-    rows = torch.cat([torch.cat([torch.full_like(ids[:1, :7], model.config.pad_token_id), short], 1), ids[1:]])
+    rows = torch.cat([torch.cat([torch.zeros_like(ids[:1, :7]), short], 1), ids[1:]])
     mask = torch.ones_like(rows)
     mask[0, :7] = 0
     said = logits(model, short)
@@ -153,3 +153,27 @@ def test_an_encoder_configured_for_other_positions_is_refused() -> None:
 def test_what_cannot_be_patched_is_refused_with_the_reason(model_type: str, reason: str) -> None:
     with pytest.raises(posenc.errors.UnsupportedFamilyError, match=reason):
         find_family(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen", "helium", "glm"])
+def test_the_rotation_that_a_model_has_can_be_put_in_from_outside(model_type: str) -> None:
+    """Dynamic scaling goes through the interposer and changes nothing up to the trained length."""
+    model = stock(model_type)
+    before = logits(model, tokens(2, 40))
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": TRAINED}
+    posenc.patch(model, posenc.RoPE(pairing="interleaved", scaling=scaling), verify=False)
+    assert posenc.verify(model).plan.route == "interposer"
+    assert_same(logits(model, tokens(2, 40)), before, 1e-4)
+
+
+def test_an_unknown_type_is_refused_with_a_record_to_paste() -> None:
+    class Unknown(type(stock("llama").config)):  # type: ignore[misc]
+        model_type = "lllama"
+
+    model = stock("llama")
+    model.config.__class__ = Unknown
+    with pytest.raises(posenc.errors.UnsupportedFamilyError, match="did you mean 'llama'") as refusal:
+        posenc.plan(model, posenc.Alibi())
+    record = eval(str(refusal.value).split("\n\n")[1], {"posenc": posenc})
+    assert record == posenc.Family(model_types=("lllama",), attention=("LlamaAttention",), rotary="rotary_emb")
+    posenc.patch(model, posenc.Alibi(), family=record)
