@@ -31,6 +31,7 @@ from hf_posenc.scores import (
     Scores,
     attend_by_length,
     attend_in_blocks,
+    exactly,
     fitted,
     fitted_gates,
     own_attention,
@@ -69,6 +70,12 @@ class Joint:
 def uses_attention(encoding: Encoding) -> bool:
     """Tell whether the encoding acts inside attention at all."""
     return any(encoding.overrides(hook) for hook in ("rotate", "rotate_key", "bias", "temperature", "score"))
+
+
+def looks_up_attention(stock: type[nn.Module]) -> bool:
+    """Tell whether an attention class was written to look its attention function up, where it can be handed ours."""
+    modules = (sys.modules.get(cls.__module__) for cls in stock.__mro__)
+    return any(value is ALL_ATTENTION_FUNCTIONS for module in modules for value in vars(module).values())
 
 
 def uses_key_positions(encoding: Encoding) -> bool:
@@ -173,7 +180,9 @@ def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
             past = cache.get_seq_length(getattr(self, "layer_idx", None) or 0) if cache is not None else 0
             positions = _plain_positions(kwargs[states], kwargs.get("position_ids"), cache, int(past))
         encoding: Encoding = self.posenc_joint.of(self)  # type: ignore[union-attr, operator]
-        call = _Call(encoding, positions, cache, encoding.gate(kwargs[states]))
+        with exactly(kwargs[states].device):
+            gates = encoding.gate(kwargs[states])
+        call = _Call(encoding, positions, cache, gates)
         if given and cache_name:
             kwargs.pop(given)
             kwargs[cache_name] = call

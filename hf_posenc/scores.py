@@ -6,6 +6,8 @@ Knows nothing of models: an attention function is whatever takes queries, keys, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,12 @@ def _columns(key: Tensor) -> int:
 def fitted_gates(gates: Tensor | None, key: Tensor) -> Tensor | None:
     """Return the gates of as many keys as there are, where a static cache was cut to its filled slots."""
     return None if gates is None else gates[..., : key.shape[2]]
+
+
+def exactly(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast does not round what encodings compute in float32."""
+    known = torch.amp.autocast_mode.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 class Scores:
@@ -127,7 +135,8 @@ class Scores:
             rows: ascending indices of the queries in the call, (rows,).
         """
         keys = key.shape[2]
-        bias, mask = self.encoding.bias(query * self.scaling, key, self.at(rows, keys)), self.mask
+        with exactly(query.device):
+            bias, mask = self.encoding.bias(query * self.scaling, key, self.at(rows, keys)), self.mask
         if mask is not None:
             mask = mask[:, :, rows, :keys]
         elif self.triangle:
@@ -150,7 +159,8 @@ def own_attention(scores: Scores, *, dropout: float, maps: bool) -> Attend:
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, rows: Tensor) -> Output:
-        score = scores.encoding.score(query * scores.scaling, key, scores.at(rows, key.shape[2]))
+        with exactly(query.device):
+            score = scores.encoding.score(query * scores.scaling, key, scores.at(rows, key.shape[2]))
         if score is None:
             raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give the scores, and gave none.")
         weights = (score if added is None else score + added).softmax(-1).to(value.dtype)  # (b, h, q, k)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForMaskedLM
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from typer.testing import CliRunner
 
 import hf_posenc as posenc
@@ -35,11 +35,11 @@ def test_inspect_says_how_far_positions_reach_and_what_would_change(checkpoint: 
 
 
 def test_inspect_proposes_a_record_for_a_family_that_has_none(tmp_path: Path) -> None:
-    config = AlbertConfig(hidden_size=32, embedding_size=16, intermediate_size=48, num_hidden_layers=1, vocab_size=61)
-    config.num_attention_heads = 4
-    config.model_type_is_unknown = True
-    AlbertForMaskedLM(config).save_pretrained(tmp_path)
-    assert "AlbertAttention" in run("inspect", str(tmp_path))
+    config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=61)
+    OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
+    said = " ".join(run("inspect", str(tmp_path)).split())
+    assert "no family record" in said
+    assert "positions_embed" in said
 
 
 def test_patch_saves_what_python_would_have_patched(checkpoint: str, tmp_path: Path) -> None:
