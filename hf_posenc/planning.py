@@ -15,7 +15,7 @@ from hf_posenc.config import Encoding, EncodingConfig
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError, UnsupportedFamilyError
 from hf_posenc.family import Family
 from hf_posenc.inputs import NoRotation, PositionTable
-from hf_posenc.interposer import check_backend, uses_attention
+from hf_posenc.interposer import check_backend, looks_up_attention, uses_attention
 from hf_posenc.length import table_start
 from hf_posenc.positions import Geometry
 
@@ -194,8 +194,19 @@ def _check_pairing(config: EncodingConfig, family: Family) -> None:
 
 
 def _check_attention(model: PreTrainedModel, encoding: Encoding, family: Family, found: dict[str, nn.Module]) -> None:
-    """Raise UnsupportedEncodingError where the model's own way of attending would be lost or overruled."""
+    """Raise an error where an encoding cannot get at the scores, or would overrule the model's own way of attending.
+
+    Raises:
+        UnsupportedFamilyError: the attention modules compute their scores themselves.
+        UnsupportedEncodingError: layers without positions would get some, or caps and sinks would be lost.
+    """
     name = type(encoding).__name__
+    own = {type(module).__name__ for module in found.values() if not looks_up_attention(type(module))}
+    if own and uses_attention(encoding):
+        raise UnsupportedFamilyError(
+            f"{', '.join(own)} of {type(model).__name__} computes its scores itself, without looking up an attention "
+            f"function, so that {name} cannot reach them; only what is added to the token embedding can be replaced."
+        )
     bare = [path for path, module in found.items() if family.rotates and not getattr(module, family.rotates, None)]
     if bare and (encoding.overrides("rotate") or encoding.overrides("rotate_key")):
         raise UnsupportedEncodingError(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, EsmConfig, EsmForMaskedLM
 
 import hf_posenc as posenc
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError
@@ -111,7 +111,7 @@ def saved_laws(model: Any, folder: Path) -> None:
 
 
 def test_how_many_types_there_are() -> None:
-    assert len(MODEL_TYPES) >= 70
+    assert len(MODEL_TYPES) >= 80
     assert len(set(MODEL_TYPES)) == len(MODEL_TYPES)
 
 
@@ -130,8 +130,6 @@ def test_neighbouring_pairs_are_not_torn_apart(model_type: str) -> None:
 
 
 def test_an_encoder_configured_for_other_positions_is_refused() -> None:
-    from transformers import EsmConfig, EsmForMaskedLM
-
     config = EsmConfig(
         vocab_size=61,
         hidden_size=32,
@@ -177,3 +175,21 @@ def test_an_unknown_type_is_refused_with_a_record_to_paste() -> None:
     record = eval(str(refusal.value).split("\n\n")[1], {"posenc": posenc})
     assert record == posenc.Family(model_types=("lllama",), attention=("LlamaAttention",), rotary="rotary_emb")
     posenc.patch(model, posenc.Alibi(), family=record)
+
+
+def test_attention_that_computes_its_own_scores_is_refused_by_name() -> None:
+    config = BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    model = BloomForCausalLM(config).eval()
+    config.max_position_embeddings = TRAINED
+    record = posenc.discover(model)
+    with pytest.raises(posenc.errors.UnsupportedFamilyError, match=r"BloomAttention .* computes its scores itself"):
+        posenc.plan(model, posenc.Alibi(), family=record)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_scores_of_its_own_would_lose_caps_and_sinks(model_type: str) -> None:
+    model = stock(model_type)
+    if model_type == "gemma2":
+        assert model.config.attn_logit_softcapping
+    with pytest.raises(UnsupportedEncodingError, match=r"caps its scores|has attention sinks"):
+        posenc.plan(model, posenc.encoding("rerope", window=16))
