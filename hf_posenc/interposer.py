@@ -75,7 +75,7 @@ def uses_attention(encoding: Encoding) -> bool:
 def looks_up_attention(stock: type[nn.Module]) -> bool:
     """Tell whether an attention class was written to look its attention function up, where it can be handed ours."""
     modules = (sys.modules.get(cls.__module__) for cls in stock.__mro__)
-    return any(value is ALL_ATTENTION_FUNCTIONS for module in modules for value in vars(module).values())
+    return any(isinstance(value, AttentionInterface) for module in modules for value in vars(module).values())
 
 
 def uses_key_positions(encoding: Encoding) -> bool:

@@ -131,6 +131,11 @@ def _family_of(model: PreTrainedModel) -> Family:
     except UnsupportedFamilyError as error:
         if model_type in RULED_OUT:
             raise
+        if model.config.is_encoder_decoder:
+            raise UnsupportedFamilyError(
+                f"{model_type!r} has positions in an encoder and in a decoder, and a record describes one body only; "
+                "encoder-decoders cannot be patched yet."
+            ) from None
         try:
             record = discover(model)
         except UnsupportedFamilyError:
