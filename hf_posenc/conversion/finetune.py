@@ -171,7 +171,7 @@ def _load(name: str, notes: list[str]) -> tuple[PreTrainedModel, PreTrainedToken
     try:
         model_config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{name!r} does not load: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"The tokenizer of {name!r} has no end-of-text token, which packing puts between documents.")

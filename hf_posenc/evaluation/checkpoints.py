@@ -74,7 +74,7 @@ def _load(path: str, device: torch.device) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path!r} holds no causal language model with its tokenizer: {error}") from error
