@@ -16,7 +16,7 @@ from hf_posenc.inputs import NoRotation, PositionTable, rotary_width
 from hf_posenc.interposer import Joint, interposed, uses_attention
 from hf_posenc.length import table_start
 from hf_posenc.modeling import config_class, model_class
-from hf_posenc.planning import PatchPlan, attention_modules, by_layer_type, make_plan, native_parameters
+from hf_posenc.planning import PatchPlan, attention_modules, make_plan, native_parameters
 
 RECORD = "posenc_record"
 
@@ -104,11 +104,6 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     config.posenc = plan.config.to_dict()
     # the length that the weights were trained for stays on record when a longer table changes the model's own
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
-    parameters = plan.config.rope_parameters(plan.geometry)
-    own = getattr(config, "rope_parameters", None)  # for whoever reads the config; `posenc` is what counts
-    if plan.family.rotary and own and parameters and parameters["rope_type"] == "dynamic":
-        parameters.pop("original_max_position_embeddings")  # transformers reads it off the model's own length here
-        config.rope_parameters = dict.fromkeys(own, parameters) if by_layer_type(own) else parameters
     rows = plan.config.__dict__.get("max_position_embeddings")
     if rows:
         config.max_position_embeddings = rows + (table_start(plan.family, config) if plan.family.counts_padding else 0)

@@ -6,7 +6,10 @@ import copy
 import functools
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -17,6 +20,9 @@ from tests.models import TRAINED, VOCABULARY, sharpened
 MODEL_TYPES = list(FAMILIES)
 WINDOW = 24
 """Tokens that layers with a sliding window see."""
+
+LATE = ("codegen", "diffllama", "doge", "gptj", "nemotron")
+"""Types that were rewritten to attend as others do between the oldest and the newest transformers."""
 
 _WIDTHS = {
     **dict.fromkeys(("hidden_size", "true_hidden_size", "intra_bottleneck_size"), 32),
@@ -96,5 +102,7 @@ def _stock(model_type: str, backend: str) -> PreTrainedModel:
 
 
 def stock(model_type: str, backend: str | None = None) -> PreTrainedModel:
-    """The unpatched model, a copy that may be changed."""
+    """The unpatched model, a copy that may be changed; skips where this transformers has another kind of it."""
+    if model_type in LATE and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip(f"{model_type} attended by itself in older releases, and is refused there")
     return copy.deepcopy(_stock(model_type, backend or backends(model_type)[0]))
