@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, EsmConfig, EsmForMaskedLM
 
 import hf_posenc as posenc
+from hf_posenc.encodings.rerope import ReRoPE
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError
 from hf_posenc.family import find_family
 from tests.families.models import MODEL_TYPES, WINDOW, backends, causal, stock
@@ -193,7 +194,7 @@ def test_scores_of_its_own_would_lose_caps_and_sinks(model_type: str) -> None:
     if model_type == "gemma2":
         assert model.config.attn_logit_softcapping
     with pytest.raises(UnsupportedEncodingError, match=r"caps its scores|has attention sinks"):
-        posenc.plan(model, posenc.encoding("rerope", window=16))
+        posenc.plan(model, ReRoPE(window=16))
 
 
 @pytest.mark.parametrize("kind", ["Bart", "T5"])
