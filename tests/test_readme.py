@@ -78,6 +78,7 @@ def model_types() -> str:
 
 def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    posenc.encodings()  # the registry is filled before it is copied
     monkeypatch.setattr(posenc.config.ENCODINGS, "_things", dict(posenc.config.ENCODINGS._things))  # it registers one
     namespace: dict[str, object] = {}
     for block in blocks("python"):
