@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 
 from hf_posenc.errors import ConfigError, DataError, LengthError
 from hf_posenc.evaluation.curve import versions
