@@ -126,13 +126,13 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
 def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family) -> dict[str, Any] | None:
     """Return the `rope_parameters` with which transformers itself computes an encoding, or None where it cannot.
 
-    It cannot for `dynamic`: transformers takes the base from the length of the call, so that its cached decode and its
-    full forward disagree; the interposer gives every query the base of its own position.
+    It cannot for `dynamic` as it is by default: transformers takes the base from the length of the call, so that its
+    cached decode and its full forward disagree; the interposer gives every query the base of its own position.
     """
     if family.interleaved and getattr(config, "pairing", None) == "interleaved":
         config = dataclasses.replace(config, **_HALF_SPLIT)  # the parameters say nothing of pairs
     parameters = config.rope_parameters(geometry)
-    if family.rotary is None or family.sine_first or parameters is None or parameters["rope_type"] == "dynamic":
+    if family.rotary is None or family.sine_first or parameters is None:
         return None
     if family.partial_rotary:
         return parameters

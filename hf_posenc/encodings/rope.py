@@ -178,12 +178,17 @@ class RoPE(EncodingConfig):
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
         """Return transformers' `rope_parameters` for this encoding, complete, or None where it has no such rotation.
 
-        Static NTK, and dynamic NTK frozen at a length, are a theta of their own there.
+        Static NTK, and dynamic NTK frozen at a length, are a theta of their own there. Dynamic NTK as such is
+        transformers' only in the mode `hf_compat`, and from the model's own length on, which transformers reads.
         """
         scaling, theta = dict(self.scaling or {"rope_type": "default"}), self.theta or 10000.0
         unknown = scaling.get("resonance") or scaling.get("ramp") == "rotations" or scaling.get("mix") == "harmonic"
         if unknown or self.pairing != "half_split" or self.rope_type == "ntk_by_parts":
             return None
+        if self.rope_type == "dynamic" and self.mode != "frozen":
+            if self.mode == "consistent" or self.original_length(geometry) != geometry.max_position_embeddings:
+                return None
+            scaling.pop(ORIGINAL, None)
         if self.rope_type == "longrope":
             if self.mode == "consistent":
                 return None

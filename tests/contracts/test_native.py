@@ -90,3 +90,18 @@ def test_a_head_too_narrow_for_ntk_is_refused_before_anything_changes() -> None:
     with pytest.raises(ConfigError, match="rotary width above 2"):
         posenc.patch(model, posenc.RoPE(scaling={"rope_type": "ntk", "factor": 2.0}))
     assert not posenc.is_patched(model)
+
+
+def test_dynamic_is_native_only_as_transformers_computes_it() -> None:
+    """By default every query keeps its own base, which transformers has no parameters for."""
+    own, compatible = ({"rope_type": "dynamic", "factor": 2.0, "mode": mode} for mode in ("consistent", "hf_compat"))
+    model = posenc.patch(SUBJECTS["llama"].fresh(), posenc.RoPE(scaling=own))
+    assert type(model).__name__ == "PosencLlamaForCausalLM"
+    model = posenc.patch(SUBJECTS["llama"].fresh(), posenc.RoPE(scaling=compatible))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.rope_parameters == {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert model.config.max_position_embeddings == TRAINED
+    stock = SUBJECTS["llama"].fresh(rope_parameters=dict(model.config.rope_parameters))
+    ids = tokens(1, 3 * TRAINED)
+    assert_same(logits(model, ids), logits(stock, ids))
+    assert largest(logits(model, ids) - logits(SUBJECTS["llama"].fresh(), ids)) > 1e-3
