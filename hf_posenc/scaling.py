@@ -70,7 +70,8 @@ def _kept(theta: float, dim: int, scaling: Scaling, fast: float, slow: float) ->
     """Return how much of every pair is kept: 1 where it turns `fast` times in the original length, 0 where `slow`.
 
     Between them the share falls linearly, either with the pair's index (`ramp` "dimension", as in every released YaRN)
-    or with its number of turns ("rotations", Peng et al. 2023, equation 18).
+    or with its number of turns ("rotations", Peng et al. 2023, equation 18). By pair, the two ends are rounded outwards
+    to whole pairs unless `truncate` is False (gpt-oss).
     """
     original = scaling[ORIGINAL]
     if scaling.get("ramp") == "rotations":
@@ -89,7 +90,12 @@ def _kept(theta: float, dim: int, scaling: Scaling, fast: float, slow: float) ->
 
 
 def _yarn(theta: float, dim: int, scaling: Scaling, length: int) -> tuple[Frequencies, float]:
-    """YaRN, Peng et al. 2023, section 3.4; `mix` says whether frequencies are mixed ("linear") or their wavelengths."""
+    """YaRN, Peng et al. 2023, section 3.4.
+
+    `mix` says whether frequencies are mixed ("linear", as released) or their wavelengths ("harmonic"). The attention
+    factor is 0.1 ln(factor) + 1; with both `mscale` and `mscale_all_dim` it is the ratio of that of the one to that of
+    the other (DeepSeek); `attention_factor` sets it outright.
+    """
     factor = scaling["factor"]
     kept = _kept(theta, dim, scaling, scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
     scaled = []
