@@ -47,8 +47,8 @@ def patch(model: M, config: EncodingConfig, *, family: Family | None = None, ver
         model: a transformers model, with or without a head.
         config: the encoding to put in.
         family: where positions enter the model, for model types that no record describes.
-        verify: prove on a short random input that the patch does what it should, and undo it if not. Costs about fifteen
-            forward passes over at most 16 tokens.
+        verify: prove on a short random input that the patch does what it should, and undo it if not. Costs about
+            fifteen forward passes over at most 20 tokens.
 
     Returns:
         The same model.
