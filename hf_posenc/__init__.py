@@ -9,7 +9,7 @@ from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length, perplexity_by_position
-from hf_posenc.family import Family, register_family
+from hf_posenc.family import DeclaredAttention, Family, register_family
 from hf_posenc.family import families as _families
 from hf_posenc.hub.loading import from_pretrained
 from hf_posenc.hub.registration import register_configs
@@ -21,6 +21,7 @@ from hf_posenc.verify import Certificate, verify
 __all__ = [
     "Alibi",
     "Certificate",
+    "DeclaredAttention",
     "Encoding",
     "EncodingConfig",
     "Family",

@@ -5,8 +5,68 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.errors import UnsupportedFamilyError, did_you_mean
+from hf_posenc.errors import ConfigError, UnsupportedFamilyError, did_you_mean
 from hf_posenc.registry import Registry
+
+LAYOUTS = ("contiguous", "grouped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredAttention:
+    """How attention modules that look up no attention function get from hidden states to their output.
+
+    Names are attributes of the attention module unless it says otherwise. What the modules do with positions is left
+    out: the declared forward does everything but that.
+
+    Attributes:
+        projections: of queries, keys and values: three of them, or the one that gives all three side by side.
+        layout: of what one projection gives. `contiguous`: all queries, all keys, all values; `grouped`: for each key
+            head its queries, its key and its value, which without grouped heads is head by head.
+        output: the projection of the output, or None where the module has none.
+        heads: number of query heads.
+        key_value_heads: number of key heads, or None where there are as many as query heads.
+        layer: index of the layer in the cache.
+        scaling: what the product of a query and a key is multiplied by, as a number or a name; None for
+            1 / sqrt(head_dim).
+        clip: bound on what the projection gives, on either side, or None.
+        causal: whether a query sees no later key.
+        hides_future: True where the module hides later keys itself, and the mask that it is given says padding only.
+        local: attribute that reads `local` in layers that see the nearest keys only, and the attribute of the config
+            that says how many; None where there are no such layers.
+        mask_hides: True where a boolean mask is True on what is hidden.
+        dropout: of the attention weights, a module or a number.
+        output_dropout: of the output, or None where it is not the module's.
+        residual: argument of the forward that is added to the output, or None.
+        positional: True where the module puts positions in by itself, which the declared forward leaves out.
+        returns: what else is returned after the output and the weights.
+        listed: True where they are returned as a list.
+    """
+
+    projections: tuple[str, ...]
+    layout: str = "contiguous"
+    output: str | None = None
+    heads: str = "num_heads"
+    key_value_heads: str | None = None
+    layer: str = "layer_idx"
+    scaling: str | float | None = None
+    clip: str | None = None
+    causal: str | bool = True
+    hides_future: bool = False
+    local: tuple[str, str] | None = None
+    mask_hides: bool = False
+    dropout: str = "attention_dropout"
+    output_dropout: str | None = None
+    residual: str | None = None
+    positional: bool = False
+    returns: tuple[str, ...] = ()
+    listed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields; raises ConfigError."""
+        if len(self.projections) not in (1, 3):
+            raise ConfigError(f"DeclaredAttention.projections must name one or three, were: {self.projections!r}")
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"unknown DeclaredAttention.layout {self.layout!r}; {did_you_mean(self.layout, LAYOUTS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +91,10 @@ class Family:
         counts_padding: True where positions are counted over `input_ids != pad_token_id`, and both explicit
             `position_ids` and the rows of the table start at `pad_token_id + 1` (the RoBERTa convention).
         token_type_buffer: True where `token_type_ids` default to a buffer as long as the table.
+        length: attribute of the config that says how long a text the model was trained for, in tokens.
+        declared: how the attention modules attend, where they look up no attention function; None where they do.
+        switches: attributes of the body that turn its own encoding on; a patch turns them off.
+        silent: paths of modules whose positions reach nothing but declared attention, where nobody hears of them.
     """
 
     model_types: tuple[str, ...]
@@ -46,6 +110,10 @@ class Family:
     rotates: str | None = None
     counts_padding: bool = False
     token_type_buffer: bool = False
+    length: str = "max_position_embeddings"
+    declared: DeclaredAttention | None = None
+    switches: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

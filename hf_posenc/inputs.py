@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc.family import Family
 from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, uses_key_positions
-from hf_posenc.positions import Positions, resolve
+from hf_posenc.positions import Positions, carrying, resolve
 
 
 class PositionTable(nn.Module):
@@ -66,6 +66,14 @@ class NoRotation(nn.Module):
         return (sines, cosines) if self.sine_first else (cosines, sines)
 
 
+class Unheard(nn.Module):
+    """Stands where the model computed positions of which no attention module hears any more."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return an empty (0, 0), whatever is asked."""
+        return torch.empty(0, 0)
+
+
 def rotary_width(rotary: nn.Module) -> int:
     """Return the last dimension of the cosines that a rotary module gives, by asking it for those of one position."""
     device = next(rotary.buffers()).device
@@ -86,7 +94,11 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
             return stock.forward(self, *args, **kwargs)
         kwargs.update(zip(parameters, args, strict=False))
         positions, cache = _prepare(self, kwargs)
-        output = stock.forward(self, posenc_positions=positions, **kwargs)
+        if self.posenc_family.declared is None:
+            output = stock.forward(self, posenc_positions=positions, **kwargs)
+        else:
+            with carrying(positions):
+                output = stock.forward(self, **kwargs)
         if uses_key_positions(self.posenc_joint.encoding):
             # the cache may have been made inside; whoever holds it next finds the positions of its keys beside it
             held = output.values() if hasattr(output, "values") else output

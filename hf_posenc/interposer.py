@@ -25,7 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
-from hf_posenc.positions import Positions
+from hf_posenc.kernels import KERNELS
+from hf_posenc.positions import Positions, carried
 from hf_posenc.scores import (
     Output,
     Scores,
@@ -42,6 +43,7 @@ from hf_posenc.scores import (
 NAME = "posenc"
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 BIAS_BACKENDS = ("eager", "sdpa")
+Inner = Callable[..., Any]
 
 
 class Joint:
@@ -146,22 +148,23 @@ def _set_config(self: nn.Module, config: Any) -> None:
     self.__dict__["config"] = config
 
 
-def _rebuild(stock: type[nn.Module], label: str) -> nn.Module:
-    cls = interposed(stock, label)  # type: ignore[arg-type]
+def _rebuild(*described: Any) -> nn.Module:
+    cls = interposed(*described)
     return cls.__new__(cls)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    return _rebuild, (self.posenc_stock, self.posenc_label), self.__dict__
+    return _rebuild, (self.posenc_stock, self.posenc_label, self.posenc_inner), self.__dict__
 
 
 @functools.cache
-def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
+def interposed(stock: type[nn.Module], label: str, inner: Inner | None = None) -> type[nn.Module]:
     """Return the subclass of an attention class that attends with the encoding of its `posenc_joint`.
 
     Args:
-        stock: a self-attention class that calls its attention function through `AttentionInterface`.
+        stock: a self-attention class.
         label: what the encoding puts before the class name, as in `RotaryGPT2Attention`.
+        inner: what is run in place of the stock forward, where that looks up no attention function; hashable.
     """
     parameters = list(inspect.signature(stock.forward).parameters)[1:]
     states = parameters[0]  # `hidden_states`, as nearly everywhere
@@ -175,32 +178,32 @@ def interposed(stock: type[nn.Module], label: str) -> type[nn.Module]:
         cache = kwargs[given] if given else None
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        positions = kwargs.pop("posenc_positions", None)
+        hidden = kwargs.pop(states)
+        positions = kwargs.pop("posenc_positions", None) or carried()
         if positions is None:
             past = cache.get_seq_length(getattr(self, "layer_idx", None) or 0) if cache is not None else 0
-            positions = _plain_positions(kwargs[states], kwargs.get("position_ids"), cache, int(past))
+            positions = _plain_positions(hidden, kwargs.get("position_ids"), cache, int(past))
         encoding: Encoding = self.posenc_joint.of(self)  # type: ignore[union-attr, operator]
-        with exactly(kwargs[states].device):
-            gates = encoding.gate(kwargs[states])
+        with exactly(hidden.device):
+            gates = encoding.gate(hidden)
         call = _Call(encoding, positions, cache, gates)
         if given and cache_name:
             kwargs.pop(given)
             kwargs[cache_name] = call
-        return stock.forward(self, posenc_call=call, **kwargs)
+        return (inner or stock.forward)(self, hidden, posenc_call=call, **kwargs)
 
-    return type(
-        f"{label}{stock.__name__}",
-        (stock,),
-        {
-            "__doc__": f"{stock.__name__} with positions by {label}.",
-            "__module__": __name__,
-            "forward": forward,
-            "config": property(_viewed_config, _set_config),
-            "posenc_stock": stock,
-            "posenc_label": label,
-            "__reduce_ex__": _reduce,
-        },
-    )
+    body = {
+        "__doc__": f"{stock.__name__} with positions by {label}.",
+        "__module__": __name__,
+        "forward": forward,
+        "posenc_stock": stock,
+        "posenc_label": label,
+        "posenc_inner": inner,
+        "__reduce_ex__": _reduce,
+    }
+    if inner is None:
+        body["config"] = property(_viewed_config, _set_config)
+    return type(f"{label}{stock.__name__}", (stock,), body)
 
 
 def _plain_positions(states: Tensor, position_ids: Tensor | None, cache: Any, past: int) -> Positions:
@@ -213,10 +216,12 @@ def _plain_positions(states: Tensor, position_ids: Tensor | None, cache: Any, pa
     return Positions(query=query, key=torch.cat([before.expand(rows, -1), query.expand(rows, -1)], dim=-1))
 
 
-def _stock_function(module: nn.Module) -> tuple[str, Callable[..., Output]]:
+def _stock_function(module: Any) -> tuple[str, Callable[..., Output]]:
     """Return the name and the attention function that the model's own config asks for."""
-    backend = module.__dict__["config"]._attn_implementation or "eager"
+    backend = (module.__dict__.get("config") or module.posenc_joint.body.config)._attn_implementation or "eager"
     stock = module.posenc_stock
+    if module.posenc_inner is not None:
+        return backend, KERNELS[backend]
     if backend == "eager" and getattr(module, "reorder_and_upcast_attn", False):
 
         def upcast(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any) -> Output:

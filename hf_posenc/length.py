@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedFamilyError
 from hf_posenc.family import Family, find_family
@@ -35,12 +35,17 @@ def max_length(model: nn.Module) -> int | None:
         return _rows_of_any_table(model)
     if family.table is None:
         return None
-    return _rows(family.body_of(model).get_submodule(family.table)) - table_start(family, config)
+    table = family.body_of(model).get_submodule(family.table)
+    return None if hasattr(table, "make_weights") else len(table_rows(table)) - table_start(family, config)
 
 
-def _rows(table: nn.Module) -> int:
-    weight = table.weight
-    return int(weight.shape[0])  # type: ignore[index]
+def table_rows(table: nn.Module) -> Tensor:
+    """Return the rows of a table of positions, (rows, hidden_size).
+
+    Sinusoids that a model computes itself, and further ones when it needs them (`make_weights`), are kept as `weights`.
+    """
+    rows: Tensor = table.weights if hasattr(table, "make_weights") else table.weight  # type: ignore[assignment]
+    return rows
 
 
 def _rows_of_any_table(model: nn.Module) -> int | None:
@@ -49,5 +54,7 @@ def _rows_of_any_table(model: nn.Module) -> int | None:
         leaf = name.rsplit(".", 1)[-1]
         if isinstance(module, nn.Embedding) and leaf in ("wpe", "position_embeddings", "embed_positions"):
             padding = module.padding_idx
-            return _rows(module) - int(getattr(module, "offset", 0) or (0 if padding is None else padding + 1))
+            return len(table_rows(module)) - int(
+                getattr(module, "offset", 0) or (0 if padding is None else padding + 1)
+            )
     return None

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from hf_posenc.declared import check_declared_backend
 from hf_posenc.errors import CheckpointError
 from hf_posenc.inputs import positioned_forward
 from hf_posenc.interposer import check_backend
 from hf_posenc.length import table_start
+from hf_posenc.positions import checkpointed
 
 PREFIX = "posenc_"
 Rebuild = Callable[[PreTrainedModel], None]
@@ -73,6 +76,7 @@ def model_class(stock: type[PreTrainedModel], rebuild: Rebuild) -> type[PreTrain
         "config_class": config_class(stock.config_class),  # type: ignore[arg-type]
         "posenc_stock": stock,
         "set_attn_implementation": _set_attn_implementation,
+        "_set_gradient_checkpointing": _set_gradient_checkpointing,
         "from_pretrained": classmethod(_from_pretrained),
         "_prepare_position_ids_for_generation": _positions_for_generation,
         "__reduce_ex__": lambda self, protocol: (_blank, (model_class, stock, rebuild), self.__dict__),
@@ -92,9 +96,22 @@ def _blank(factory: Callable[..., Any], *arguments: Any) -> Any:
 def _set_attn_implementation(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """Set the attention backend, as transformers does; raises BackendError where it cannot carry the encoding."""
     asked = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+    declared = self.posenc_joint.body.posenc_family.declared
     for backend in asked.values():
         check_backend(self.posenc_joint.encoding, backend)
+        if declared is not None:
+            check_declared_backend(declared, backend, type(self).__name__)
+    if declared is not None:  # for transformers its attention has one backend, and cannot be given another
+        self.config._attn_implementation = asked.get("", self.config._attn_implementation)
+        return
     self.posenc_stock.set_attn_implementation(self, attn_implementation, *args, **kwargs)
+
+
+def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Set the checkpointing function, as transformers does, for layers that may not hand positions down."""
+    if "gradient_checkpointing_func" in kwargs:
+        kwargs["gradient_checkpointing_func"] = partial(checkpointed, kwargs["gradient_checkpointing_func"])
+    self.posenc_stock._set_gradient_checkpointing(self, *args, **kwargs)
 
 
 def _positions_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:

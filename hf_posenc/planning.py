@@ -12,12 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.config import Encoding, EncodingConfig
+from hf_posenc.declared import check_declared_backend, is_causal, key_value_heads
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError, UnsupportedFamilyError
-from hf_posenc.family import Family
-from hf_posenc.inputs import NoRotation, PositionTable
+from hf_posenc.family import DeclaredAttention, Family
+from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
 from hf_posenc.interposer import check_backend, looks_up_attention, uses_attention
-from hf_posenc.length import table_start
+from hf_posenc.length import table_rows, table_start
 from hf_posenc.positions import Geometry
+from hf_posenc.trial import check
 
 _HALF_SPLIT: dict[str, Any] = {"pairing": "half_split"}
 
@@ -63,19 +65,41 @@ def geometry_of(model: PreTrainedModel, family: Family) -> Geometry:
     """Read the plain numbers of a model that encodings depend on."""
     config, body = model.config, family.body_of(model)
     heads = config.num_attention_heads
+    found = attention_modules(body, family).values()
     table = body.get_submodule(family.table) if family.table else None
-    hidden = config.hidden_size if table is None or isinstance(table, PositionTable) else table.weight.shape[1]
+    embedded = getattr(config, "embedding_size", None) if family.table is None else None
+    hidden = embedded or config.hidden_size
+    if table is not None and not isinstance(table, PositionTable):
+        hidden = table_rows(table).shape[1]
     rope = getattr(config, "rope_parameters", None) or {}
     length = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    stated = config.max_position_embeddings - (table_start(family, config) if family.counts_padding else 0)
+    stated = getattr(config, family.length, None) or getattr(config, "max_position_embeddings", None)
+    if length is None and stated is None:
+        raise UnsupportedFamilyError(
+            f"the config of this {type(model).__name__} does not say how long a text it was trained for; set "
+            f"model.config.{family.length} to that number of tokens."
+        )
+    stated = (stated or 0) - (table_start(family, config) if family.counts_padding else 0)
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    if family.declared and found:
+        kept = key_value_heads(next(iter(found)), family.declared)
     return Geometry(
         hidden_size=int(hidden),
         num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_key_value_heads=kept,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         max_position_embeddings=int(length or stated),
-        causal=all(getattr(module, "is_causal", True) for module in attention_modules(body, family).values()),
+        causal=all(_is_causal(module, family) for module in found),
     )
+
+
+def _is_causal(module: nn.Module, family: Family) -> bool:
+    return is_causal(module, family.declared) if family.declared else bool(getattr(module, "is_causal", True))
+
+
+def swaps_attention(encoding: Encoding, family: Family) -> bool:
+    """Tell whether a patch replaces the attention modules: for the encoding, or to drop positions of their own."""
+    return family.declared is not None or uses_attention(encoding)
 
 
 def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) -> PatchPlan:
@@ -90,14 +114,15 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
     found = attention_modules(body, family)
     _check_record(model, family, found)
     geometry = geometry_of(model, family)
-    rope = _own_rope(model, family, geometry)
+    switched = [name for name in family.switches if getattr(body, name)]
+    rope = None if switched else _own_rope(model, family, geometry)
     config = _for_model(config, geometry, rope)
     config.check(geometry)
     _check_pairing(config, family)
     prefix = next(path for path, module in model.named_modules() if module is body)
     prefix = prefix and f"{prefix}."
     changes: dict[str, tuple[str, str]] = {}
-    parameters = None if by_layer_type(rope) else native_parameters(config, geometry, family)
+    parameters = None if switched or by_layer_type(rope) else native_parameters(config, geometry, family)
     if family.rotary and parameters:
         now = type(body.get_submodule(family.rotary)).__name__
         changes[prefix + family.rotary] = (_rope_text(rope or {}, now), _rope_text(parameters, now))
@@ -106,10 +131,12 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
         encoding = config.build_layers(geometry, len(found))
     check_backend(encoding, model.config._attn_implementation)
     _check_attention(model, encoding, family, found)
-    for path, stand_in in ((family.table, PositionTable), (family.rotary, NoRotation)):
+    stand_ins = [(family.table, PositionTable), (family.rotary, NoRotation), *((p, Unheard) for p in family.silent)]
+    for path, stand_in in stand_ins:
         if path:
             changes[prefix + path] = (type(body.get_submodule(path)).__name__, stand_in.__name__)
-    attention = found if uses_attention(encoding) else {}
+    changes |= {f"{prefix}{name}": ("True", "False") for name in switched}
+    attention = found if swaps_attention(encoding, family) else {}
     for path, module in attention.items():
         changes[prefix + path] = (type(module).__name__, config.label + type(module).__name__)
     changes[prefix + "posenc"] = ("nothing", type(encoding).__name__)
@@ -149,7 +176,7 @@ def _check_record(model: PreTrainedModel, family: Family, found: dict[str, nn.Mo
             f"classes {', '.join(family.attention)}; its record does not describe it. See posenc.discover(model)."
         )
     paths = {path for path, _ in body.named_modules()}
-    for path in (family.table, family.rotary):
+    for path in (family.table, family.rotary, *family.silent):
         if path and path not in paths:
             raise UnsupportedFamilyError(
                 f"{name} has no module {path!r}, where the record of {family.name!r} says that its positions come "
@@ -201,8 +228,10 @@ def _check_attention(model: PreTrainedModel, encoding: Encoding, family: Family,
         UnsupportedEncodingError: layers without positions would get some, or caps and sinks would be lost.
     """
     name = type(encoding).__name__
+    if family.declared:
+        _try_declared(model, family.declared, family, found)
     own = {type(module).__name__ for module in found.values() if not looks_up_attention(type(module))}
-    if own and uses_attention(encoding):
+    if not family.declared and own and uses_attention(encoding):
         raise UnsupportedFamilyError(
             f"{', '.join(own)} of {type(model).__name__} computes its scores itself, without looking up an attention "
             f"function, so that {name} cannot reach them; only what is added to the token embedding can be replaced."
@@ -220,6 +249,19 @@ def _check_attention(model: PreTrainedModel, encoding: Encoding, family: Family,
             raise UnsupportedEncodingError(
                 f"{type(model).__name__} {what}, which {name} would leave out, since it computes all scores itself."
             )
+
+
+def _try_declared(
+    model: PreTrainedModel, record: DeclaredAttention, family: Family, found: dict[str, nn.Module]
+) -> None:
+    """Raise BackendError or UnsupportedFamilyError where attention cannot be run as its record declares it."""
+    check_declared_backend(record, model.config._attn_implementation, type(model).__name__)
+    if next(model.parameters()).is_meta:
+        return  # being loaded; `verify` looks at what was
+    body = family.body_of(model)
+    width = rotary_width(body.get_submodule(family.rotary)) if family.rotary else None
+    for module in found.values():
+        check(module, record, model.config.hidden_size, width)
 
 
 def _rope_text(parameters: Any, name: str) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,3 +129,38 @@ def resolve(
     if past is not None and past.shape[-1]:
         return past[:, -1:].to(device) + 1 + steps
     return steps + past_length
+
+
+_carried: ContextVar[Positions | None] = ContextVar("posenc_positions", default=None)
+
+
+def carried() -> Positions | None:
+    """Return the positions of the model call in progress, where its layers do not hand them down."""
+    return _carried.get()
+
+
+@contextmanager
+def carrying(positions: Positions | None) -> Iterator[None]:
+    """Hold the positions of a model call for the attention modules that run meanwhile."""
+    token = _carried.set(positions)
+    try:
+        yield
+    finally:
+        _carried.reset(token)
+
+
+def checkpointed(stock: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a layer so that it finds the same positions when it is computed again, after its model has returned.
+
+    Args:
+        stock: the checkpointing function.
+        function: what it checkpoints.
+        *args: arguments of `function`.
+        **kwargs: further arguments of `stock`.
+    """
+    return stock(partial(_with_positions, carried(), function), *args, **kwargs)
+
+
+def _with_positions(positions: Positions | None, function: Callable[..., Any], *args: Any) -> Any:
+    with carrying(positions):
+        return function(*args)

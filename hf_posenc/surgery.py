@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.config import from_dict
+from hf_posenc.declared import replacement
 from hf_posenc.errors import PatchStateError
 from hf_posenc.family import find_family
-from hf_posenc.inputs import NoRotation, PositionTable, rotary_width
-from hf_posenc.interposer import Joint, interposed, uses_attention
-from hf_posenc.length import table_start
+from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
+from hf_posenc.interposer import Joint
+from hf_posenc.length import table_rows, table_start
 from hf_posenc.modeling import config_class, model_class
-from hf_posenc.planning import PatchPlan, attention_modules, make_plan, native_parameters
+from hf_posenc.planning import PatchPlan, attention_modules, make_plan, native_parameters, swaps_attention
+from hf_posenc.positions import checkpointed
 
 RECORD = "posenc_record"
 
@@ -74,14 +77,20 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
     if family.table:
         table = body.get_submodule(family.table)
         start = table_start(family, model.config)
-        encoding.adopt(table.weight[start:])
+        encoding.adopt(table_rows(table)[start:])
         _replace(body, family.table, PositionTable(joint), record)
     if family.rotary:
         width = rotary_width(body.get_submodule(family.rotary))
         _replace(body, family.rotary, NoRotation(width=width, sine_first=family.sine_first), record)
-    for layer, module in enumerate(attention_modules(body, family).values() if uses_attention(encoding) else ()):
+    for path in family.silent:
+        _replace(body, path, Unheard(), record)
+    for name in family.switches:
+        record.attributes.append((body, name, getattr(body, name)))
+        setattr(body, name, False)
+    attention = attention_modules(body, family).values() if swaps_attention(encoding, family) else ()
+    for layer, module in enumerate(attention):
         stock: Any = type(module)
-        _swap(module, interposed(stock, plan.config.label), joint, record)
+        _swap(module, replacement(stock, plan.config.label, family), joint, record)
         module.__dict__["posenc_layer"] = layer
     body.posenc = encoding.train(body.training)
     _describe(config, plan)
@@ -90,10 +99,22 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
     for part in dict.fromkeys((model, model.base_model, body)):
         stock = type(part)
         _swap(part, model_class(stock, rebuild), joint, record)
+    if family.declared:
+        _checkpoint_with_positions(model, record)
     if getattr(model, "loss_type", "") is None and plan.geometry.causal and model.get_output_embeddings() is not None:
         # transformers reads the loss off the class name, and finds none in names such as GPT2LMHeadModel
         record.attributes.append((model, "loss_type", None))
         model.loss_type = "ForCausalLM"
+
+
+def _checkpoint_with_positions(model: PreTrainedModel, record: _Record) -> None:
+    """Have layers that are checkpointed already find their positions again."""
+    name = "_gradient_checkpointing_func"
+    for module in model.modules():
+        if name in module.__dict__:
+            stock = module.__dict__[name]
+            record.attributes.append((module, name, stock))
+            module.__dict__[name] = partial(checkpointed, stock)
 
 
 def _describe(config: Any, plan: PatchPlan) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.config import Encoding
+from hf_posenc.declared import replacement
 from hf_posenc.errors import PatchStateError, VerificationError
-from hf_posenc.interposer import CACHE_ARGUMENTS, interposed
+from hf_posenc.interposer import CACHE_ARGUMENTS
 from hf_posenc.planning import PatchPlan, attention_modules
 from hf_posenc.surgery import record_of
 
@@ -57,7 +58,7 @@ class Probe:
         if next(model.parameters()).is_meta:
             raise VerificationError("the model lies on the meta device and cannot be tried; patch with verify=False.")
         config = model.config
-        limit = getattr(config, "max_position_embeddings", TOKENS)
+        limit = getattr(config, "max_position_embeddings", 2 * TOKENS)
         padding = getattr(config, "pad_token_id", None)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, config.vocab_size - 1, (1, min(TOKENS, limit // 2)), generator=generator)
@@ -171,14 +172,15 @@ def _verify_interposed(
     swapped = []
     for module in attention_modules(plan.family.body_of(model), plan.family).values():
         stock: Any = getattr(module, "posenc_stock", None)
-        if stock is not None and type(module) is interposed(stock, plan.config.label):
+        if stock is not None and type(module) is replacement(stock, plan.config.label, plan.family):
             swapped.append(module)
     if len(swapped) != len(plan.attention):
         raise VerificationError(f"{len(swapped)} attention modules were replaced, {len(plan.attention)} were planned")
     check.findings["attention modules"] = str(len(swapped))
     if before is not None:
         changed, effect = probe.logits - before.logits, plan.config.within_length
-        if effect == "kept" and plan.family.table:
+        beside = plan.family.declared is not None and plan.family.declared.positional
+        if effect == "kept" and plan.family.table and not beside:
             check.equal("original", changed, "the learned rows changed what the model says")
         elif effect == "changed":
             check.differs("original", changed, "the model says exactly what it said before")

@@ -24,12 +24,12 @@ FLOORS = [
         "config family",
         "rotation",
         "encodings families",
-        "catalogue length scores",
-        "interposer declared",
-        "inputs",
+        "catalogue kernels length scores",
+        "interposer",
+        "declared inputs",
     ),
     *(
-        "modeling",
+        "modeling trial",
         "planning",
         "surgery",
         "verify",
@@ -43,7 +43,20 @@ FLOORS = [
     *("quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
-ENGINE = {"scores", "interposer", "declared", "inputs", "modeling", "planning", "surgery", "verify", "patching", "hub"}
+ENGINE = {
+    "kernels",
+    "scores",
+    "interposer",
+    "declared",
+    "trial",
+    "inputs",
+    "modeling",
+    "planning",
+    "surgery",
+    "verify",
+    "patching",
+    "hub",
+}
 MEASURES = {"data", "evaluation", "plots", "report"}  # one code for base and patched model
 STRANGERS = {"encodings": {"transformers"}, "families": {"torch", "transformers"}}
 SEAM = re.compile(r"\bAttentionInterface\b|\bALL_ATTENTION_FUNCTIONS\b")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 import hf_posenc as posenc
-from hf_posenc.family import FAMILIES
+from hf_posenc.family import FAMILIES, find_family
 from tests.models import TRAINED, VOCABULARY, sharpened
 
 MODEL_TYPES = list(FAMILIES)
@@ -53,6 +53,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "doge": {"keep_window_size": 512},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "mpnet": {"pad_token_id": 1},  # whatever its config says, its code counts on that
 }
 """What shows the peculiarity of a type in two layers."""
 
@@ -68,13 +70,18 @@ def _known(model_type: str) -> dict[str, Any]:
     return {**vars(config), **dict.fromkeys(config.attribute_map)}
 
 
+def keeps_cache(model_type: str) -> bool:
+    """Whether the type, as it is tried, keeps a cache."""
+    return causal(model_type) and model_type != "openai-gpt"
+
+
 def fresh(model_type: str, backend: str = "sdpa") -> PreTrainedModel:
     """A model of its own, in eval mode; the same weights every time."""
     known = _known(model_type)
     asked = {**_WIDTHS, **dict.fromkeys(_DROPOUT, 0.0), **_OWN.get(model_type, {})}
     fields = {name: value for name, value in asked.items() if name in known}
-    length = TRAINED + (1 if posenc.family.find_family(model_type).counts_padding else 0)
-    fields["max_position_embeddings"] = length
+    length = TRAINED + (1 if find_family(model_type).counts_padding else 0)
+    fields[find_family(model_type).length] = length
     if causal(model_type) and "is_decoder" in known:
         fields["is_decoder"] = True
     config = AutoConfig.for_model(model_type, **fields)
