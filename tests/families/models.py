@@ -13,7 +13,6 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-import hf_posenc as posenc
 from hf_posenc.family import FAMILIES, find_family
 from tests.models import TRAINED, VOCABULARY, sharpened
 
