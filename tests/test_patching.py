@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
+from transformers import FlaubertConfig, FlaubertWithLMHeadModel, PreTrainedModel
 
 import hf_posenc as posenc
 from hf_posenc.config import Encoding, EncodingConfig
@@ -104,13 +104,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(subject: str, e
     assert torch.equal(logits(model, tokens(1, 9)), said)
 
 
-def bloom() -> BloomForCausalLM:
-    return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4))
+def flaubert() -> FlaubertWithLMHeadModel:
+    return FlaubertWithLMHeadModel(FlaubertConfig(vocab_size=61, emb_dim=32, n_layers=2, n_heads=4))
 
 
 def test_an_unknown_model_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(UnsupportedFamilyError, match="no family record describes model_type 'bloom'"):
-        posenc.patch(bloom(), posenc.NoPE())
+    with pytest.raises(UnsupportedFamilyError, match="no family record describes model_type 'flaubert'"):
+        posenc.patch(flaubert(), posenc.NoPE())
     with pytest.raises(UnsupportedFamilyError, match="did you mean 'gpt2'"):
         find_family("gtp2")
 
