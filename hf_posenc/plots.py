@@ -17,9 +17,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from hf_posenc.evaluation import LengthCurve, PositionCurve
 
 # Okabe and Ito's palette, without the yellow that vanishes on white; markers tell the lines apart in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
 _MARKERS = ("o", "s", "D", "^", "v", "P", "h")
-_STYLE: Any = {  # matplotlib types the keys one by one
+STYLE: Any = {  # matplotlib types the keys one by one
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.spines.top": False,
@@ -31,7 +31,7 @@ _STYLE: Any = {  # matplotlib types the keys one by one
     "xtick.color": "#444444",
     "ytick.color": "#444444",
 }
-_GREY = "#666666"
+GREY = "#666666"
 _HALO = [patheffects.withStroke(linewidth=3, foreground="white")]
 _LABEL_POINTS = 13.0  # height of a line of label text
 
@@ -47,7 +47,7 @@ def plot_lengths(
     One line a model with its 95 % band over documents; the trained lengths are marked; a model that cannot go further
     ends in a cross that says where.
     """
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _canvas()
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -57,7 +57,7 @@ def plot_lengths(
         _value_axis(axes)
         _mark_trained(axes, sorted({curve.trained_length for curve in curves if curve.trained_length}))
         axes.set_title(title, pad=24)
-        axes.text(0, 1.03, _subtitle(curves), transform=axes.transAxes, color=_GREY, fontsize=9)
+        axes.text(0, 1.03, _subtitle(curves), transform=axes.transAxes, color=GREY, fontsize=9)
         axes.set_xlabel("window length in tokens")
         axes.set_ylabel("perplexity (lower is better)")
         _label_lines(figure, axes, _ends(curves))
@@ -71,14 +71,14 @@ def plot_positions(
     title: str = "Loss by position in the window",
 ) -> Path:
     """Draw mean nats per token against position, positions on a log axis, into a PNG and return its path."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _canvas()
         axes.set_xscale("log", base=2)
         ends = []
         for index, curve in enumerate(curves):
             # Position p has p tokens before its input; counting from 1 keeps the first one on a log axis.
             middles = [math.sqrt((a + 1) * b) for a, b in pairwise(curve.edges)]
-            colour = _COLOURS[index % len(_COLOURS)]
+            colour = COLOURS[index % len(COLOURS)]
             axes.plot(middles, curve.nll, color=colour, linewidth=2)
             if curve.low is not None and curve.high is not None:
                 axes.fill_between(middles, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
@@ -90,7 +90,7 @@ def plot_positions(
         axes.set_title(title, pad=24)
         documents = " to ".join(f"{n:,}" for n in sorted({curve.n_documents for curve in curves}))
         note = f"{documents} documents; bands: 95 % over documents"
-        axes.text(0, 1.03, note, transform=axes.transAxes, color=_GREY, fontsize=9)
+        axes.text(0, 1.03, note, transform=axes.transAxes, color=GREY, fontsize=9)
         axes.set_xlabel("position in the window (first token = 1)")
         axes.set_ylabel("mean loss in nats per token (lower is better)")
         _label_lines(figure, axes, ends)
@@ -110,7 +110,7 @@ _End = tuple[float, float, str, str, bool]
 
 def _draw_lengths(axes: Axes, curve: LengthCurve, index: int) -> None:
     lengths = sorted(curve.ppl)
-    colour = _COLOURS[index % len(_COLOURS)]
+    colour = COLOURS[index % len(COLOURS)]
     marker = _MARKERS[index % len(_MARKERS)]
     values = [curve.ppl[length] for length in lengths]
     if not values:
@@ -139,7 +139,7 @@ def _ends(curves: Sequence[LengthCurve]) -> list[_End]:
             continue
         at = max(curve.ppl)
         text = f"{curve.name}: stops at {at:,}" if _stops(curve) else curve.name
-        ends.append((at, curve.ppl[at], text, _COLOURS[index % len(_COLOURS)], at == last))
+        ends.append((at, curve.ppl[at], text, COLOURS[index % len(COLOURS)], at == last))
     return ends
 
 
@@ -188,7 +188,7 @@ def _mark_trained(axes: Axes, lengths: Sequence[int]) -> None:
     left, right = axes.get_xlim()
     for length in lengths:
         if left <= length <= right:
-            axes.axvline(length, color=_GREY, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            axes.axvline(length, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
             axes.annotate(
                 f"trained length {length:,}",
                 (length, 1),
@@ -197,7 +197,7 @@ def _mark_trained(axes: Axes, lengths: Sequence[int]) -> None:
                 textcoords="offset points",
                 va="top",
                 fontsize=9,
-                color=_GREY,
+                color=GREY,
                 path_effects=_HALO,
             )
 

@@ -122,7 +122,7 @@ def centred_scores(probabilities: Tensor, visible: Tensor) -> Tensor:
     Probabilities too small for the model's dtype count as the smallest one it has.
     """
     least = torch.finfo(probabilities.dtype).smallest_normal
-    scores = probabilities.clamp(min=least).double().log() * visible
+    scores = probabilities.clamp(min=least).log().double() * visible
     counts = visible.sum(-1, keepdim=True).clamp(min=1)
     return (scores - scores.sum(-1, keepdim=True) / counts) * visible
 

@@ -215,7 +215,8 @@ def _random_rows(corpus: Corpus, length: int, sequences: int, seed: int) -> Tens
 
 def _windows(corpus: Corpus, limit: int | None) -> Tensor:
     """Return stretches of text, (b, n): the beginning of every document first, then what follows there."""
-    size = min(_WINDOW, corpus.longest + 1, _WINDOW if limit is None else max(limit // 2, 2))
+    usual = sorted(len(document) for document in corpus.documents)[len(corpus.documents) // 2]
+    size = min(_WINDOW, usual, _WINDOW if limit is None else max(limit // 2, 2))
     cuts = [document.unfold(0, size, size) for document in corpus.documents if len(document) >= size]
     deepest = max(len(cut) for cut in cuts)
     found = [cut[depth] for depth in range(deepest) for cut in cuts if depth < len(cut)]

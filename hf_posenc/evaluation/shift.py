@@ -16,9 +16,11 @@ from hf_posenc.evaluation.scoring import token_nll
 from hf_posenc.family import find_family
 from hf_posenc.length import table_start
 
-TOLERATED = 0.1
+TOLERATED = 0.5
 """Nats a token by which the loss may grow before positions count as unusable."""
 _MASK_EVERY = 7
+_MASKED_ROWS = 32  # copies of few rows with other masks, up to so many
+_BATCH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +44,13 @@ class ShiftCurve:
 
     @property
     def usable(self) -> int:
-        """Positions up to the end of the last window before one whose loss has grown more than `TOLERATED`."""
-        good = 0
-        for shift in sorted(self.nll):
-            if self.cost[shift] > TOLERATED:
-                break
-            good = shift
-        return good + self.window
+        """Positions up to the end of the furthest window whose loss has not grown more than `TOLERATED`."""
+        return max(shift for shift, cost in self.cost.items() if cost <= TOLERATED) + self.window
 
 
 def shifts_up_to(last: int) -> list[int]:
-    """Return 0, 1, 2, 4, 8, ... and from 64 on steps of at most a sixteenth of the way, up to `last`, ascending."""
-    fine = {round(last * part / 16) for part in range(17)}
-    return sorted({0, last} | fine | {2**power for power in range(last.bit_length()) if 2**power <= last})
+    """Return 0, the powers of two and the sixteenths of the way up to `last`, ascending."""
+    return sorted({round(last * part / 16) for part in range(17)} | {2**power for power in range(last.bit_length())})
 
 
 def loss_by_shift(
@@ -66,7 +62,8 @@ def loss_by_shift(
         model: in eval mode, without gradients.
         rows: (b, n) token ids.
         shifts: non-negative, 0 among them; the model must have n positions from each of them on.
-        mask_token_id: for masked language models: every seventh token is replaced by it, and these are scored.
+        mask_token_id: for masked language models: every seventh token is replaced by it, and these are scored. Few
+            rows are taken several times, with other tokens masked.
 
     Raises:
         UnsupportedFamilyError: the model takes no `position_ids`, so that its positions cannot be moved, or it returns
@@ -76,24 +73,40 @@ def loss_by_shift(
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedFamilyError(f"{type(model).__name__} takes no position_ids, so that they cannot be moved.")
     start = _start(model)
-    rows = rows.to(model.device)
-    scored = torch.arange(rows.shape[1], device=rows.device) % _MASK_EVERY == _MASK_EVERY // 2
-    inputs = rows if mask_token_id is None else rows.masked_fill(scored, mask_token_id)
-    places = torch.arange(rows.shape[1], device=rows.device)[None].expand(len(rows), -1) + start
+    inputs, targets = _next_tokens(rows) if mask_token_id is None else _masked_tokens(rows, mask_token_id)
+    places = torch.arange(rows.shape[1]).expand(len(inputs), -1) + start
     nll = {}
     for shift in shifts:
-        total, count = 0.0, 0
-        for part, ids, positions in zip(inputs.split(4), rows.split(4), places.split(4), strict=True):
-            mask = torch.ones_like(part)
-            output: Any = model(input_ids=part, attention_mask=mask, position_ids=positions + shift)
-            logits = getattr(output, "logits", None)
-            if logits is None or logits.shape[:2] != part.shape:
-                raise UnsupportedFamilyError(f"{type(model).__name__} returns no logits for every token.")
-            said, meant = (logits[:, :-1], ids[:, 1:]) if mask_token_id is None else (logits[:, scored], ids[:, scored])
-            found = token_nll(said.flatten(0, 1), meant.flatten())
-            total, count = total + float(found.sum()), count + len(found)
-        nll[shift] = total / count
+        found = [
+            _nll(model, *(part.to(model.device) for part in batch))
+            for batch in zip(inputs.split(_BATCH), (places + shift).split(_BATCH), targets.split(_BATCH), strict=True)
+        ]
+        nll[shift] = float(torch.cat(found).mean())
     return ShiftCurve(window=rows.shape[1], nll=nll, masked=mask_token_id is not None)
+
+
+def _next_tokens(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and what to score at each of them, (b, n) both; -1 where nothing is."""
+    return rows, torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], -1)], dim=1)
+
+
+def _masked_tokens(rows: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    """As `_next_tokens`; the first token of a row is never masked, since it may be one that stands in front of all."""
+    copies = max(1, min(_MASK_EVERY, _MASKED_ROWS // len(rows)))
+    phases = torch.arange(copies).repeat_interleave(len(rows))[:, None]
+    places = torch.arange(rows.shape[1])
+    scored = ((places + phases) % _MASK_EVERY == _MASK_EVERY // 2) & (places > 0)
+    rows = rows.repeat(copies, 1)
+    return rows.masked_fill(scored, mask_token_id), rows.masked_fill(~scored, -1)
+
+
+def _nll(model: PreTrainedModel, ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    """Return the nats of every target, (number of targets,) float64 on the CPU; the other arguments are (b, n)."""
+    output: Any = model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions)
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.shape[:2] != ids.shape:
+        raise UnsupportedFamilyError(f"{type(model).__name__} returns no logits for every token.")
+    return token_nll(logits[targets >= 0], targets[targets >= 0])
 
 
 def _start(model: PreTrainedModel) -> int:

@@ -1,0 +1,182 @@
+"""What a diagnosis says, for somebody who meets positions for the first time: sentences, a table, and a folder."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from hf_posenc.errors import DataError
+from hf_posenc.evaluation.diagnosis import Diagnosis
+from hf_posenc.evaluation.position_table import closest_stranger
+from hf_posenc.evaluation.shift import TOLERATED
+from hf_posenc.report import RESULT_NAME, TABLE_NAME, check_output, result_header, write_result
+from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
+
+_SAME = 0.005  # nats a token that moving all positions may cost and still count as nothing
+_HEADINGS = (
+    *("positions", "reach", "trained", "scores explained", "of that distance"),
+    *("loss", "loss moved", "usable to"),
+)
+_ODD = re.compile(r"[^\w.-]+")
+
+
+def sentences(diagnosis: Diagnosis) -> list[str]:
+    """Return what was found, one statement a sentence, ready to print as a list."""
+    parts = (_positions, _terms, _scores, _trained, _likeness, _frequencies, _moved)
+    return [sentence for part in parts for sentence in part(diagnosis)]
+
+
+def _positions(d: Diagnosis) -> list[str]:
+    if d.max_length is None:
+        return [f"Positions: {d.kind}. No table ends, so that text of any length runs; how well is another matter."]
+    return [f"Positions: {d.kind}, {d.max_length:,} of them. Token {d.max_length + 1:,} has no position at all."]
+
+
+def _terms(d: Diagnosis) -> list[str]:
+    if d.terms is None:
+        return []
+    weights = d.terms.total.square()
+    share = {name: float((value * weights).sum() / weights.sum()) for name, value in d.terms.share.items()}
+    mixed = share["content_position"] + share["position_content"]
+    return [
+        f"First layer, exactly: its scores vary because of words with words {share['content_content']:.0%}, words with "
+        f"places {mixed:.0%}, places with places {share['position_position']:.0%}. Only the last can be a matter of "
+        "distance; the mixed part ties words to absolute places."
+    ]
+
+
+def _scores(d: Diagnosis) -> list[str]:
+    low, high = min(d.position_share), max(d.position_share)
+    said = f"All layers, estimated: positions alone, whatever the words, explain {low:.0%} to {high:.0%} of the scores"
+    if d.toeplitz_r2 is None:
+        return [f"{said}, too little to ask how much of it is distance."]
+    return [
+        f"{said}. Of that, {d.toeplitz_r2:.0%} is distance alone, which a relative encoding can say at any length; "
+        f"{1 - d.toeplitz_r2:.0%} is about absolute places, and ends where the training ended."
+    ]
+
+
+def _trained(d: Diagnosis) -> list[str]:
+    table = d.table
+    if table is None or table.trained is None or table.initial is None:
+        return []
+    rows = len(table.norms)
+    if table.trained == rows:
+        said = f"Table: every row has moved away from the length it was drawn with ({table.initial:.2f})"
+    else:
+        said = (
+            f"Table: rows from position {table.trained + 1:,} on were never trained, they are as long as they were "
+            f"drawn ({table.initial:.2f})"
+        )
+    weak = f"; after position {table.strong:,} rows are shorter than most, for less training" * (table.strong < rows)
+    return [f"{said}{weak}."]
+
+
+def _likeness(d: Diagnosis) -> list[str]:
+    similarity = d.table.similarity if d.table else None if d.rotation is None else d.rotation.similarity
+    if similarity is None or len(similarity) < 2:
+        return []
+    said = f"Likeness: neighbours are alike by {float(similarity[1]):.2f} (1 is the same)"
+    stranger = closest_stranger(similarity[: max(len(similarity) * 3 // 4, 2)])  # few pairs are further apart
+    if stranger is None:
+        return [f"{said}."]
+    return [f"{said}; of places further than 16 apart, those at distance {stranger[0]:,} by {stranger[1]:.2f}."]
+
+
+def _frequencies(d: Diagnosis) -> list[str]:
+    if d.rotation is None:
+        return []
+    pairs, length = len(d.rotation.wavelengths), len(d.rotation.similarity)
+    return [
+        f"Frequencies: of {pairs} pairs, {d.rotation.repeating} come round again within {length:,} tokens (alone, they "
+        f"take far places for near ones), {d.rotation.idle} do not get through a quarter turn (they hardly tell places "
+        "apart, and show angles never seen in training as soon as the text is longer)."
+    ]
+
+
+def _moved(d: Diagnosis) -> list[str]:
+    if d.shift is None:
+        return []
+    at, cost = max(d.shift.cost.items(), key=lambda item: item[1])
+    if cost <= _SAME:
+        return [f"Moved: the same text by up to {max(d.shift.nll):,} positions further costs nothing."]
+    said = (
+        f"Moved: the same text {at:,} positions further costs {cost:.2f} nats a token more, which is "
+        f"{math.exp(cost):.3g} times the perplexity"
+    )
+    if d.shift.usable < (d.max_length or 0):
+        return [f"{said}. Text stays as good as at the start (within {TOLERATED}) up to position {d.shift.usable:,}."]
+    return [f"{said}, and it recovers towards the end."]
+
+
+def diagnosis_table(found: Sequence[Diagnosis]) -> Table:
+    """Return models side by side, for rich to print."""
+    table = Table(title="What positions do", title_justify="left")
+    table.add_column("model", no_wrap=True)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right")
+    for d in found:
+        trained = None if d.table is None else d.table.trained
+        shares = d.position_share
+        cells = [
+            d.kind,
+            "no end" if d.max_length is None else f"{d.max_length:,}",
+            "" if trained is None else f"{trained:,}",
+            f"{min(shares):.0%} to {max(shares):.0%}",
+            "" if d.toeplitz_r2 is None else f"{d.toeplitz_r2:.0%}",
+        ]
+        if d.shift is None:
+            cells += ["", "", ""]
+        else:
+            cells += [f"{d.shift.nll[0]:.3f}", f"{max(d.shift.nll.values()):.3f}", f"{d.shift.usable:,}"]
+        table.add_row(d.name, *cells)
+    return table
+
+
+def diagnosis_text(found: Sequence[Diagnosis]) -> Group:
+    """Return, for rich to print, the table and below it the findings for each model, with what was not measured.
+
+    Raises:
+        DataError: there is nothing, or two of the models share a name.
+    """
+    names = [d.name for d in found]
+    if not names or len(set(names)) < len(names):
+        raise DataError(f"Each of the models needs a name of its own, got: {', '.join(names) or 'none'}.")
+    lines: list[Text] = []
+    for d in found:
+        lines += [Text(""), Text(d.name, style="bold"), *(Text(f"  {sentence}") for sentence in sentences(d))]
+        lines += [Text(f"  Not measured ({what}): {why}") for what, why in d.reasons.items()]
+    first = found[0]
+    note = (
+        f"Estimated over {first.sequences} sequences of {first.length} random tokens of the texts (seed {first.seed}); "
+        "loss in nats a token, lower is better."
+    )
+    return Group(diagnosis_table(found), Text(note), *lines)
+
+
+def write_diagnosis(found: Sequence[Diagnosis], folder: Path | str, *, corpus: Mapping[str, Any] | None = None) -> Path:
+    """Write `result.json`, `table.txt` and, as PNG and SVG, one page of plots for each model and one for all.
+
+    Raises:
+        OutputExistsError: the folder already holds a result.
+        DataError: there is nothing to write, or two of the models share a name.
+    """
+    folder = check_output(folder)
+    text = diagnosis_text(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
+        Console(file=file, width=160).print(text)
+    for d in found:
+        plot_diagnosis(d, folder / (_ODD.sub("_", d.name).strip("_") or "model"))
+    if len(found) > 1:
+        plot_comparison(found, folder / "comparison")
+    payload = result_header(seed=found[0].seed, corpus=corpus)
+    write_result(folder / RESULT_NAME, payload | {"diagnoses": [d.to_dict() for d in found]})  # last: the rest is there
+    return folder
