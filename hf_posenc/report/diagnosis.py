@@ -20,6 +20,7 @@ from hf_posenc.report import RESULT_NAME, TABLE_NAME, check_output, result_heade
 from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
 
 _SAME = 0.005  # nats a token that moving all positions may cost and still count as nothing
+_ALL = 0.995  # of a share, from where on it is said to be all
 _HEADINGS = (
     *("positions", "reach", "trained", "scores explained", "of that distance"),
     *("loss", "loss moved", "usable to"),
@@ -57,6 +58,8 @@ def _scores(d: Diagnosis) -> list[str]:
     said = f"All layers, estimated: positions alone, whatever the words, explain {low:.0%} to {high:.0%} of the scores"
     if d.toeplitz_r2 is None:
         return [f"{said}, too little to ask how much of it is distance."]
+    if d.toeplitz_r2 > _ALL:
+        return [f"{said}. All of that is a matter of distance, which a relative encoding can say at any length."]
     return [
         f"{said}. Of that, {d.toeplitz_r2:.0%} is distance alone, which a relative encoding can say at any length; "
         f"{1 - d.toeplitz_r2:.0%} is about absolute places, and ends where the training ended."
@@ -68,6 +71,8 @@ def _trained(d: Diagnosis) -> list[str]:
     if table is None or table.trained is None or table.initial is None:
         return []
     rows = len(table.norms)
+    if table.trained == 0:
+        return [f"Table: no row was ever trained, all are as long as they were drawn ({table.initial:.2f})."]
     if table.trained == rows:
         said = f"Table: every row has moved away from the length it was drawn with ({table.initial:.2f})"
     else:
@@ -75,7 +80,8 @@ def _trained(d: Diagnosis) -> list[str]:
             f"Table: rows from position {table.trained + 1:,} on were never trained, they are as long as they were "
             f"drawn ({table.initial:.2f})"
         )
-    weak = f"; after position {table.strong:,} rows are shorter than most, for less training" * (table.strong < rows)
+    weak = f"; after position {table.strong:,} rows are shorter than most, for less training"
+    weak = weak if table.strong < table.trained else ""
     return [f"{said}{weak}."]
 
 

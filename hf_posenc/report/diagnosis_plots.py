@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import rc_context
+from matplotlib import rc_context, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -25,10 +25,13 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path | str) -> list[Path]:
     """Draw what was found in one model; return the PNG and the SVG, `path` with these endings."""
     panels = [panel for panel, wanted in _PANELS if wanted(diagnosis)]
     with rc_context(STYLE | {"axes.titlesize": 10.5}):
-        deep = -(-len(panels) // 3)
-        figure = Figure(figsize=(14, 4.4 * deep), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+        wide = min(-(-len(panels) // 2), 4)
+        deep = -(-len(panels) // wide)
+        figure = Figure(
+            figsize=(4.7 * wide, 4.4 * deep), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        )
         for index, panel in enumerate(panels):
-            panel(figure.add_subplot(deep, 3, index + 1), diagnosis)
+            panel(figure.add_subplot(deep, wide, index + 1), diagnosis)
         figure.suptitle(f"{diagnosis.name}: {diagnosis.kind}", x=0.01, ha="left", fontweight="bold", fontsize=13)
         return _save(figure, Path(path))
 
@@ -49,11 +52,10 @@ def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
             if similarity is not None:
                 alike.plot(range(1, len(similarity)), similarity[1:], color=colour, label=d.name)
         _dress(moved, "The same text at later positions", "positions moved by", "loss in nats a token")
-        moved.set_xscale("symlog", base=2, linthresh=1)
         _dress(shares, "Scores that positions explain", "layer", "% of their variance")
         shares.set_ylim(bottom=0)
         _dress(alike, "How alike places are", "distance in tokens", "cosine")
-        alike.set_xscale("log", base=2)
+        _count_in_twos(alike)
         for axes in (moved, shares, alike):
             if axes.lines:
                 axes.legend(**_BESIDE)
@@ -70,6 +72,12 @@ def _save(figure: Figure, path: Path) -> list[Path]:
     for target, stamp in zip(paths, ("Software", "Date"), strict=True):
         figure.savefig(target, metadata={stamp: None})
     return paths
+
+
+def _count_in_twos(axes: Axes) -> None:
+    """Put the distances 1, 2, 4, ... at equal steps, in plain numbers."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:
@@ -90,9 +98,10 @@ def _draw_terms(axes: Axes, d: Diagnosis) -> None:
         axes.bar(heads, share, bottom=np.where(share >= 0, above, below), color=colour, label=words, width=0.75)
         above, below = above + share.clip(min=0), below + share.clip(max=0)
     _dress(axes, "First layer: what its scores are made of", "head", "% of the variance of scores")
-    axes.set_xticks(heads)
+    axes.set_xticks(heads[:: -(-len(heads) // 16)])
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_ylim(below.min() * 1.05, above.max() * 1.35)
+    axes.set_yticks([tick for tick in axes.get_yticks() if below.min() * 1.05 <= tick <= above.max() + 1])
     axes.legend(ncols=2, loc="upper left", **_BESIDE)
 
 
@@ -106,6 +115,7 @@ def _draw_layers(axes: Axes, d: Diagnosis) -> None:
     _dress(axes, "Every layer: scores that positions explain", "layer", "% of the variance of scores")
     axes.set_xticks(layers[:: -(-len(layers) // 16)])
     axes.set_ylim(0, max(position.max() * 1.3, 5))
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
     axes.legend(ncols=2, loc="upper left", **_BESIDE)
 
 
@@ -122,7 +132,7 @@ def _draw_profiles(axes: Axes, d: Diagnosis) -> None:
         axes.plot(effect.distances, effect.profile[head], color=colour, linewidth=1.6, label=label)
     _dress(axes, "Preference by distance, most positional heads", "query minus key position", "score (nats)")
     if int(d.layers[0].distances.min()) > 0:
-        axes.set_xscale("log", base=2)
+        _count_in_twos(axes)
         axes.set_xlabel("tokens back")
     axes.legend(**_BESIDE)
 
@@ -159,7 +169,7 @@ def _draw_similarity(axes: Axes, d: Diagnosis) -> None:
         return
     axes.plot(range(1, len(similarity)), similarity[1:], color=COLOURS[2], linewidth=1.4)
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set_xscale("log", base=2)
+    _count_in_twos(axes)
     _dress(axes, "How alike places are (1 = the same)", "distance in tokens", "mean cosine")
 
 
