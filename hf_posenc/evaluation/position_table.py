@@ -175,5 +175,5 @@ def closest_stranger(similarity: Tensor) -> tuple[int, float] | None:
     """
     if len(similarity) <= _NEAR + 1:
         return None
-    at = int(similarity[_NEAR:].argmax()) + _NEAR
+    at = int(similarity[_NEAR + 1 :].argmax()) + _NEAR + 1
     return at, float(similarity[at])

@@ -27,9 +27,7 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path | str) -> list[Path]:
     with rc_context(STYLE | {"axes.titlesize": 10.5}):
         wide = min(-(-len(panels) // 2), 4)
         deep = -(-len(panels) // wide)
-        figure = Figure(
-            figsize=(4.7 * wide, 4.4 * deep), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-        )
+        figure = _page(4.7 * wide, 4.4 * deep)
         for index, panel in enumerate(panels):
             panel(figure.add_subplot(deep, wide, index + 1), diagnosis)
         figure.suptitle(f"{diagnosis.name}: {diagnosis.kind}", x=0.01, ha="left", fontweight="bold", fontsize=13)
@@ -39,7 +37,7 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path | str) -> list[Path]:
 def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
     """Draw several models over each other: loss when moved, share of scores, likeness; return the PNG and the SVG."""
     with rc_context(STYLE | {"axes.titlesize": 10.5}):
-        figure = Figure(figsize=(14, 4.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+        figure = _page(14, 4.8)
         moved, shares, alike = (figure.add_subplot(1, 3, place) for place in (1, 2, 3))
         for d, colour in zip(found, _cycle(len(found)), strict=True):
             layers = range(1, len(d.layers) + 1)
@@ -60,6 +58,11 @@ def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
             if axes.lines:
                 axes.legend(**_BESIDE)
         return _save(figure, Path(path))
+
+
+def _page(wide: float, high: float) -> Figure:
+    """Return an empty figure, in inches."""
+    return Figure(figsize=(wide, high), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
 
 
 def _cycle(count: int) -> list[str]:
