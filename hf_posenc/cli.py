@@ -1,4 +1,4 @@
-"""The `hf-posenc` command: list, inspect, patch, finetune, evaluate, quickstart."""
+"""The `hf-posenc` command: list, inspect, diagnose, patch, finetune, evaluate, quickstart."""
 
 from __future__ import annotations
 
@@ -83,6 +83,26 @@ def _own_positions(model: Any) -> str:
     if family.rotary:
         return f"rotary, {model.config.rope_parameters}"
     return f"{type(family.body_of(model).get_submodule(family.table)).__name__} at {family.table}"
+
+
+@app.command()
+def diagnose(
+    models: Annotated[
+        list[str], typer.Argument(help="Checkpoints, each a folder or a Hub name; NAME=PATH to name it.")
+    ],
+    output: Output,
+    documents: Annotated[str, typer.Option(help='"embedded", a file, folder or glob, or a Hub dataset.')] = "embedded",
+    split: Annotated[str, typer.Option(help="Split of the embedded corpus or of the Hub dataset.")] = "held_out",
+    max_documents: Annotated[int, typer.Option(help="Use only the first so many documents.")] = 20,
+    length: Annotated[int | None, typer.Option(help="Tokens in which scores are measured; 128 where possible.")] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences of random tokens over which scores are averaged.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
+) -> None:
+    """Show why absolute positions fail: what positions do in each of these models, in words, a table and plots."""
+    from hf_posenc.report.diagnosis import diagnose_checkpoints
+
+    settings: dict[str, Any] = {"length": length, "sequences": sequences, "seed": seed}
+    diagnose_checkpoints(models, output, documents=documents, split=split, max_documents=max_documents, **settings)
 
 
 @app.command()

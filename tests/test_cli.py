@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,31 @@ def test_errors_are_one_line_and_exit_status_2(
         cli.main()
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("error: unknown encoding 'nopee'")
+
+
+def test_diagnose_says_what_it_found_and_keeps_it(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    (tmp_path / "text.txt").write_text(
+        "To be, or not to be, that is the question: whether 'tis nobler in the mind. " * 8
+    )
+    size = ("--length", "24", "--sequences", "8", "--documents", str(tmp_path / "text.txt"))
+    said = " ".join(run("diagnose", f"a={BASE}", f"b={BASE}", "--output", str(folder), *size).split())
+    for part in (
+        "learned table, 128 of them",
+        "rows from position 128 on were never trained",
+        "moved",
+        "words with words",
+    ):
+        assert part in said, said
+    kinds = {path.name for path in folder.iterdir()}
+    assert kinds >= {"result.json", "table.txt", "a.png", "a.svg", "b.png", "comparison.png", "comparison.svg"}
+    result = json.loads((folder / "result.json").read_text())
+    first, second = result["diagnoses"]
+    assert first | {"name": "b"} == second
+    assert first["table"]["trained"] == 127
+    assert set(result["versions"]) >= {"torch", "transformers"}
+    with pytest.raises(posenc.errors.OutputExistsError):
+        run("diagnose", BASE, "--output", str(folder))
 
 
 def test_evaluate_and_finetune_reach_their_own_parsers() -> None:

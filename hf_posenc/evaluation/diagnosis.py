@@ -151,42 +151,58 @@ def diagnose(
         raise UnsupportedFamilyError(f"expected a transformers PreTrainedModel, got: {type(model).__name__}")
     check_precision(model)
     check_batch_size(batch_size)
+    check_settings(length, sequences, seed)
     limit = max_length(model)
-    length = _length(length, limit, sequences, seed)
+    length = _length(length, limit)
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=BOS_NONE)
-    reasons: dict[str, str] = {}
-    with evaluation_mode(model):
-        windows = _windows(corpus, limit)
-        with reporting_attention(model):
-            layers = position_effects(model, _random_rows(corpus, length, sequences, seed), batch_size=batch_size)
-            terms = _or_reason("terms", reasons, lambda: score_terms(model, windows[:_TERM_WINDOWS]))
-        shift = _or_reason("shift", reasons, lambda: _shift(model, windows, limit, tokenizer))
-        table, rotation = table_report(model), rotation_report(model, limit or trained_length(model) or length)
+    rows = _random_rows(corpus, length, sequences, seed)
     return Diagnosis(
         name=name or model_name(model),
-        kind=_kind(table, rotation),
         max_length=limit,
         trained_length=trained_length(model),
         length=length,
-        sequences=sequences + sequences % 2,
+        sequences=len(rows),
         seed=seed,
-        terms=terms,
-        layers=tuple(layers),
-        table=table,
-        rotation=rotation,
-        shift=shift,
-        reasons=reasons,
         text_hash=corpus.digest,
         dtype=dtype_name(model),
         versions=versions(),
+        **_measured(model, rows, _windows(corpus, limit), tokenizer, batch_size),
     )
 
 
-def _length(length: int | None, limit: int | None, sequences: int, seed: int) -> int:
-    """Return the length to measure scores at, or raise ConfigError for numbers that cannot be used."""
+def _measured(
+    model: PreTrainedModel, rows: Tensor, windows: Tensor, tokenizer: PreTrainedTokenizerBase | None, batch_size: int
+) -> dict[str, Any]:
+    """Return the fields that come from running the model on random rows, (N, n), and on windows of text, (b, m)."""
+    reasons: dict[str, str] = {}
+    limit = max_length(model)
+    with evaluation_mode(model):
+        with reporting_attention(model):
+            layers = position_effects(model, rows, batch_size=batch_size)
+            terms = _or_reason("terms", reasons, lambda: score_terms(model, windows[:_TERM_WINDOWS]))
+        shift = _or_reason("shift", reasons, lambda: _shift(model, windows, limit, tokenizer))
+        table = table_report(model)
+        rotation = rotation_report(model, limit or trained_length(model) or rows.shape[1])
+    return {
+        "kind": _kind(table, rotation),
+        "layers": tuple(layers),
+        "terms": terms,
+        "shift": shift,
+        "table": table,
+        "rotation": rotation,
+        "reasons": reasons,
+    }
+
+
+def check_settings(length: int | None, sequences: int, seed: int) -> None:
+    """Raise ConfigError for numbers that no model could be diagnosed with."""
     for what, value, least in (("length", length, 3), ("sequences", sequences, 2), ("seed", seed, 0)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ConfigError(f"{what} must be an integer of at least {least}; got {value!r}.")
+
+
+def _length(length: int | None, limit: int | None) -> int:
+    """Return the length to measure scores at, or raise ConfigError where the model has fewer positions."""
     if length is not None and limit is not None and length > limit:
         raise ConfigError(f"length={length} was asked for, and the model has {limit} positions; give at most that.")
     return length or min(LENGTH, limit or LENGTH)

@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.errors import DataError
-from hf_posenc.evaluation.diagnosis import Diagnosis
+from hf_posenc.data import EMBEDDED, HELD_OUT, describe, load_documents
+from hf_posenc.errors import CheckpointError, ConfigError, DataError, PosencError
+from hf_posenc.evaluation.diagnosis import SEQUENCES, Diagnosis, check_settings, diagnose
 from hf_posenc.evaluation.position_table import closest_stranger
 from hf_posenc.evaluation.shift import TOLERATED
 from hf_posenc.report import RESULT_NAME, TABLE_NAME, check_output, result_header, write_result
+from hf_posenc.report.command import named_paths
 from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
 
 _SAME = 0.005  # nats a token that moving all positions may cost and still count as nothing
@@ -186,3 +189,54 @@ def write_diagnosis(found: Sequence[Diagnosis], folder: Path | str, *, corpus: M
     payload = result_header(seed=found[0].seed, corpus=corpus)
     write_result(folder / RESULT_NAME, payload | {"diagnoses": [d.to_dict() for d in found]})  # last: the rest is there
     return folder
+
+
+def diagnose_checkpoints(
+    models: Sequence[str],
+    output: Path | str,
+    *,
+    documents: str = EMBEDDED,
+    split: str = HELD_OUT,
+    max_documents: int = 20,
+    length: int | None = None,
+    sequences: int = SEQUENCES,
+    seed: int = 0,
+) -> list[Diagnosis]:
+    """Diagnose saved models on the same texts, one in memory at a time; write the folder and print what is in it.
+
+    Args:
+        models: folders or Hub names, or `NAME=PATH`.
+        output: new folder, as in `write_diagnosis`.
+        documents, split: as in `data.load_documents`.
+        max_documents: only the first so many are used, at least 1.
+        length, sequences, seed: as in `evaluation.diagnosis.diagnose`.
+
+    Raises:
+        PosencError: what cannot be done, where possible before the first model is loaded.
+    """
+    from transformers import AutoTokenizer
+
+    import hf_posenc
+
+    paths = named_paths(models)
+    check_output(output)
+    check_settings(length, sequences, seed)
+    if max_documents < 1:
+        raise ConfigError(f"max_documents must be at least 1; got {max_documents}.")
+    texts = load_documents(documents, split=split)[:max_documents]
+    found = []
+    for name, path in paths.items():
+        try:
+            model = hf_posenc.from_pretrained(path, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            if isinstance(error, PosencError):
+                raise
+            raise CheckpointError(f"{path!r} holds no model with its tokenizer: {error}") from error
+        device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+        settings: Any = {"length": length, "sequences": sequences, "seed": seed, "name": name}
+        found.append(diagnose(model.to(device), [text.text for text in texts], tokenizer=tokenizer, **settings))
+    write_diagnosis(found, output, corpus=describe(texts))
+    Console().print(diagnosis_text(found))
+    print(f"written to {output}")
+    return found
