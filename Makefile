@@ -6,6 +6,7 @@ CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 WORKERS ?= 2
 QUICKSTART_ARGS ?=
+RELEASES_ARGS ?=
 
 # one worker a file, so that what a module's tests share is made once
 PARALLEL = -n $(WORKERS) --dist loadfile
@@ -14,9 +15,10 @@ PATIENT = OMP_WAIT_POLICY=PASSIVE
 DEV := .venv
 OLDEST := .venv-oldest
 QUICKSTART := .venv-quickstart
+RELEASES := .venv-releases
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types test-slow test-oldest format clean
+.PHONY: help quickstart test lint types test-slow test-oldest test-releases format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,12 +42,15 @@ test-slow: $(DEV)/stamp  ## only the tests that need minutes or the network
 test-oldest: $(OLDEST)/stamp  ## the test suite on the lowest versions the package promises to work with
 	$(OLDEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
+test-releases: $(RELEASES)/stamp  ## the contract tests on every minor release of transformers in the supported range
+	$(RELEASES)/bin/python scripts/releases.py $(RELEASES_ARGS)
+
 format: $(DEV)/stamp  ## let ruff fix and format the code
 	$(DEV)/bin/ruff check --fix .
 	$(DEV)/bin/ruff format .
 
 clean:  ## remove the environments and caches
-	rm -rf $(DEV) $(OLDEST) $(QUICKSTART) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(DEV) $(OLDEST) $(QUICKSTART) $(RELEASES) .mypy_cache .ruff_cache .pytest_cache build dist
 
 # $(call install,environment,requirement,constraints)
 define install
@@ -64,3 +69,6 @@ $(QUICKSTART)/stamp: pyproject.toml $(CONSTRAINTS)
 
 $(OLDEST)/stamp: pyproject.toml constraints-oldest.txt
 	$(call install,$(OLDEST),.[test],constraints-oldest.txt)
+
+$(RELEASES)/stamp: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(RELEASES),.[test],$(CONSTRAINTS))

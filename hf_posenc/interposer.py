@@ -92,7 +92,8 @@ def caches_bare_keys(encoding: Encoding) -> bool:
 
 def check_backend(encoding: Encoding, backend: str | None) -> None:
     """Raise BackendError where an attention backend would drop or distort the encoding."""
-    if uses_key_positions(encoding) and (backend or "eager") not in BIAS_BACKENDS:
+    known = backend in ALL_ATTENTION_FUNCTIONS or "/" in str(backend)  # of any other, transformers says what it is not
+    if uses_key_positions(encoding) and known and backend not in BIAS_BACKENDS:
         raise BackendError(
             f"attention backend {backend!r} has no way to carry the scores of {type(encoding).__name__}; "
             f"use one of {', '.join(BIAS_BACKENDS)}: model.set_attn_implementation('sdpa')."

@@ -28,14 +28,19 @@ _readers: list[Callable[[type[PreTrainedConfig]], None]] = []
 
 
 def when_read(reader: Callable[[type[PreTrainedConfig]], None]) -> None:
-    """Have `reader` called with the stock config class whenever the config of a patched model is read."""
+    """Have `reader` called with the stock config class whenever the config of a patched model is made or read."""
     _readers.append(reader)
+
+
+def announce(stock: type[PreTrainedConfig]) -> None:
+    """Call whoever waits for the configs of patched models: one of this stock class exists now."""
+    for reader in _readers:
+        reader(stock)
 
 
 def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     """Read a config as transformers does, and announce its type."""
-    for reader in _readers:
-        reader(cls.posenc_stock)
+    announce(cls.posenc_stock)
     return cls.posenc_stock.from_dict.__func__(cls, config_dict, **kwargs)
 
 
@@ -121,17 +126,21 @@ def _positions_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
     return ids + table_start(family, self.config) if family.counts_padding else ids
 
 
-def _from_pretrained(cls: Any, /, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+def _from_pretrained(cls: Any, /, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
     """Load as transformers does; raises CheckpointError where weights of the body or the encoding do not match."""
     load = cls.posenc_stock.from_pretrained.__func__
-    model, info = load(cls, path, *args, output_loading_info=True, **kwargs)
+    model, info = load(cls, *args, output_loading_info=True, **kwargs)
     body = "" if model.base_model is model else f"{cls.base_model_prefix}."
+    missing = {key for key in info["missing_keys"] if key.startswith(body)}
+    if all(key in missing for key in model.state_dict() if key.startswith(body)):
+        missing = set()  # a file that holds nothing of this model: transformers has listed what is missing
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     wrong = {
-        "missing": [key for key in info["missing_keys"] if key.startswith(body)],
-        "unexpected": [key for key in info["unexpected_keys"] if "posenc." in key],
-        "of another shape": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
+        "missing": missing,
+        "unexpected": {key for key in info["unexpected_keys"] if "posenc." in key},
+        "of another shape": {key for key in mismatched if "posenc." in key},  # others only if asked to ignore them
     }
     found = "; ".join(f"{kind}: {', '.join(sorted(keys))}" for kind, keys in wrong.items() if keys)
     if found:
-        raise CheckpointError(f"the weights in {path} do not fit the model that its config describes ({found})")
+        raise CheckpointError(f"the weights do not fit the model that the config describes ({found})")
     return (model, info) if output_loading_info else model

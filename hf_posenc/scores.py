@@ -176,9 +176,12 @@ def attend_in_blocks(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
     """Attend with a bias that is materialised for a block of queries at a time."""
     total, keys = query.shape[2], key.shape[2]
     block = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * keys))
+    if block >= total:
+        rows = torch.arange(total)
+        return attend(query, key, value, scores.added(query, key, rows), rows)
     outputs, weights = [], []
     for rows in torch.arange(total).split(block):
-        seen = scores.keys_seen(rows) if block < total else keys
+        seen = scores.keys_seen(rows)
         part, near = query[:, :, int(rows[0]) : int(rows[-1]) + 1], key[:, :, :seen]
         output, weight = attend(part, near, value[:, :, :seen], scores.added(part, near, rows), rows)
         outputs.append(output)
@@ -195,6 +198,10 @@ def attend_by_length(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
     """
     encoding, keys = scores.encoding, key.shape[2]
     floor = encoding.rotation_grows_after or 0
+    if int(scores.positions.query.max()) < floor:
+        static = encoding.at_length(floor)
+        query, key = static.rotate(query, scores.positions.query), static.rotate(key, scores.positions.key)
+        return attend_in_blocks(scores, attend, query, key, value)
     outputs: list[Tensor] = []
     all_weights: list[Tensor] = []
     for index in range(query.shape[0]):

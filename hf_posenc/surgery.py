@@ -17,7 +17,7 @@ from hf_posenc.family import find_family
 from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
 from hf_posenc.interposer import Joint
 from hf_posenc.length import table_rows, table_start
-from hf_posenc.modeling import config_class, model_class
+from hf_posenc.modeling import announce, config_class, model_class
 from hf_posenc.planning import PatchPlan, attention_modules, make_plan, native_parameters, swaps_attention
 from hf_posenc.positions import checkpointed
 
@@ -122,6 +122,7 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     if not config.model_type.startswith("posenc_"):
         stock: Any = type(config)
         config.__class__ = config_class(stock)
+        announce(stock)
     config.posenc = plan.config.to_dict()
     # the length that the weights were trained for stays on record when a longer table changes the model's own
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
@@ -185,6 +186,12 @@ def rebuild(model: PreTrainedModel) -> None:
     spec = config.posenc
     if spec is None:
         raise PatchStateError(f"a config of type {config.model_type} needs a 'posenc' spec, which says what to build")
+    made_patched = record_of(model.base_model)
+    if made_patched is not None and model.base_model is not model:
+        # the class has its base made by AutoModel, which knows our config
+        model.__dict__[RECORD] = model.base_model.__dict__.pop(RECORD)
+        model.__dict__["posenc_joint"] = model.base_model.posenc_joint
+        return
     model.__class__ = type(model).posenc_stock  # type: ignore[attr-defined]
     plan = make_plan(model, from_dict(spec), find_family(config.model_type))
     _install_interposer(model, config, _Record(plan=plan))

