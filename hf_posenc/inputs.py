@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -84,6 +86,19 @@ def rotary_width(rotary: nn.Module) -> int:
     return cosines.shape[-1]
 
 
+_asked: ContextVar[Tensor | None] = ContextVar("posenc_position_ids", default=None)
+
+
+@contextmanager
+def _asking(position_ids: Tensor | None) -> Iterator[None]:
+    """Keep explicit positions for the body while a head runs that takes none."""
+    token = _asked.set(position_ids)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
 def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward of a patched model class: on the body itself, positions are resolved first."""
     parameters = list(inspect.signature(stock.forward).parameters)[1:]
@@ -91,8 +106,13 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.posenc_joint.body is not self:
-            return stock.forward(self, *args, **kwargs)
+            if "position_ids" in parameters or "position_ids" not in kwargs:
+                return stock.forward(self, *args, **kwargs)
+            with _asking(kwargs.pop("position_ids")):  # a head that would drop them
+                return stock.forward(self, *args, **kwargs)
         kwargs.update(zip(parameters, args, strict=False))
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = _asked.get()
         positions, cache = _prepare(self, kwargs)
         if self.posenc_family.declared is None:
             output = stock.forward(self, posenc_positions=positions, **kwargs)

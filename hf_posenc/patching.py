@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
 from hf_posenc.errors import ConfigError, PatchStateError, UnsupportedFamilyError
-from hf_posenc.family import RULED_OUT, Family, find_family
+from hf_posenc.family import RULED_OUT, DeclaredAttention, Family, find_family
+from hf_posenc.interposer import looks_up_attention
 from hf_posenc.planning import PatchPlan, make_plan
 from hf_posenc.surgery import install, record_of, remove
+from hf_posenc.trial import propose
 from hf_posenc.verify import Probe, verify
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -120,7 +122,15 @@ def discover(model: PreTrainedModel) -> Family:
         rotary=rotary,
         counts_padding=padding is not None,
         token_type_buffer=any(name.endswith("token_type_ids") for name, _ in base.named_buffers()),
+        declared=_declared(base, inner, model.config.hidden_size),
     )
+
+
+def _declared(base: nn.Module, classes: list[str], hidden_size: int) -> DeclaredAttention | None:
+    """Return what the stock output confirms of attention modules that look up no attention function."""
+    modules = [module for module in base.modules() if type(module).__name__ in classes]
+    own = [module for module in modules if not looks_up_attention(type(module))]
+    return propose(own[0], hidden_size) if own and not next(base.parameters()).is_meta else None
 
 
 def _family_of(model: PreTrainedModel) -> Family:
@@ -140,7 +150,8 @@ def _family_of(model: PreTrainedModel) -> Family:
             record = discover(model)
         except UnsupportedFamilyError:
             raise error from None
-        raise UnsupportedFamilyError(f"{error} It proposes:\n\nposenc.{record}") from None
+        text = f"posenc.{record}".replace("DeclaredAttention(", "posenc.DeclaredAttention(")
+        raise UnsupportedFamilyError(f"{error} It proposes:\n\n{text}") from None
 
 
 def _check_state(model: object) -> None:

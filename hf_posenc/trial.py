@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,22 +79,38 @@ def difference(module: Any, record: DeclaredAttention, hidden_size: int, rotary_
     weight = _weight(module)
     window = getattr(module.config, record.local[1]) if record.local else 0
     tokens, generator = window + TOKENS, torch.Generator().manual_seed(0)
+    others: dict[str, Any] = {}
     states, other = (torch.randn(2, tokens, hidden_size, generator=generator).to(weight) for _ in range(2))
-    inputs = _stock_inputs(module, record, states, rotary_width)
     if record.residual:
-        inputs[record.residual] = other
+        others = {record.residual: other}
     cls = replacement(type(module), "Declared", Family(model_types=(), attention=(), declared=record))
     twin = cls.__new__(cls)
     twin.__dict__.update(module.__dict__)
     body = nn.Module()
     body.posenc, body.__dict__["config"] = Encoding(), _Eager()
     twin.__dict__["posenc_joint"] = Joint(body)
+    worst = 0.0
     with _evaluated(module), torch.no_grad():
         twin.training = False
-        expected, found = module(states, **inputs)[0], twin(states, **inputs)[0]
-    if found.shape != expected.shape:
-        return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+        for mask in _masks(module, record, states):
+            inputs = _stock_inputs(module, record, states, rotary_width) | others
+            inputs["attention_mask"] = mask
+            expected, found = module(states, **inputs)[0], twin(states, **inputs)[0]
+            if found.shape != expected.shape:
+                return float("inf")
+            worst = max(worst, float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0)))
+    return worst
+
+
+def _masks(module: Any, record: DeclaredAttention, states: Tensor) -> Iterator[Tensor]:
+    """Yield masks, (b, 1, n, n), in the form that the module takes: one that hides nothing, and a causal one.
+
+    The first tells who hides the later keys, the module or its mask.
+    """
+    nothing = states.new_zeros(len(states), 1, states.shape[1], states.shape[1])
+    masks = [nothing, nothing.masked_fill(torch.ones_like(nothing).triu(1) > 0, torch.finfo(states.dtype).min)]
+    for mask in masks if is_causal(module, record) and not record.hides_future else masks[:1]:
+        yield mask < 0 if record.mask_hides else mask
 
 
 class _Eager:
@@ -124,12 +141,8 @@ def _stock_inputs(module: Any, record: DeclaredAttention, states: Tensor, width:
         UnsupportedFamilyError: it asks for something that nobody here knows.
     """
     rows, tokens, _ = states.shape
-    triangle = torch.ones(tokens, tokens, dtype=torch.bool, device=states.device).tril()[None, None]
-    seen = triangle.expand(rows, 1, -1, -1) if is_causal(module, record) else torch.ones_like(triangle)
-    lowest = torch.finfo(states.dtype).min
-    mask = ~seen if record.mask_hides else torch.zeros(seen.shape).to(states).masked_fill(~seen, lowest)
     known: dict[str, Any] = {
-        "attention_mask": None if record.hides_future else mask,
+        "attention_mask": None,
         "position_ids": torch.arange(tokens, device=states.device)[None],
         "position_bias": None,
     }
@@ -170,14 +183,16 @@ def propose(module: nn.Module, hidden_size: int) -> DeclaredAttention | None:
         causal="is_decoder" if "is_decoder" in names else True,
         dropout=dropout,
         residual="residual" if "residual" in inspect.signature(type(module).forward).parameters else None,
+        local=("attention_type", "window_size") if "attention_type" in names else None,
     )
-    for layout in LAYOUTS if len(projections) == 1 else LAYOUTS[:1]:
-        for scaling in (None, 1.0):
-            for causal in dict.fromkeys((first.causal, False)):
-                record = dataclasses.replace(first, layout=layout, scaling=scaling, causal=causal)
-                try:
-                    check(module, record, hidden_size)
-                except UnsupportedFamilyError:
-                    continue
-                return record
+    layouts = LAYOUTS if len(projections) == 1 else LAYOUTS[:1]
+    causes = dict.fromkeys((first.causal, False))
+    for layout, scaling, causal, hides in product(layouts, (None, 1.0), causes, (False, True)):
+        fields: dict[str, Any] = {"layout": layout, "scaling": scaling, "causal": causal, "hides_future": hides}
+        record = dataclasses.replace(first, **fields)
+        try:
+            check(module, record, hidden_size)
+        except UnsupportedFamilyError:
+            continue
+        return record
     return None

@@ -14,6 +14,7 @@ register_family(
             output="out_proj",
             layer="layer_id",
             scaling=1.0,
+            hides_future=True,
             local=("attention_type", "window_size"),
             dropout="attn_dropout",
             output_dropout="resid_dropout",
