@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ConfigError, did_you_mean
-from hf_posenc.positions import Geometry, Positions
+from hf_posenc.positions import Geometry, Positions, working_dtype
 from hf_posenc.registry import Registry
 
 SCHEMA_VERSION = 1
@@ -52,7 +53,30 @@ class Encoding(nn.Module):
             key: (b, h, k, d) or, with grouped heads, (b, h_kv, k, d), rotated.
             positions: of these queries and these keys.
         """
+        return self._bias_by_distance(positions, working_dtype(query)) if self.overrides("distance_bias") else None
+
+    def distance_bias(self, distance: Tensor) -> Tensor | None:
+        """Return the bias of a distance, where it depends on nothing else: (n,) -> (h, n), or None where it does.
+
+        `bias` follows from it. What says so is not asked for more than one row of numbers, where a call has plain
+        positions, and its gradients come from that row.
+
+        Args:
+            distance: query minus key position, whole numbers in the dtype of the result, float32 or float64.
+        """
         return None
+
+    def _bias_by_distance(self, positions: Positions, dtype: torch.dtype) -> Tensor | None:
+        """Return (1|b, h, q, k), looked up in the numbers of all distances that there are."""
+        distance = positions.distance()
+        lowest, highest = (int(end) for end in distance.aminmax())
+        if highest - lowest < 4 * sum(distance.shape[1:]):
+            known, index = torch.arange(lowest, highest + 1, device=distance.device), distance - lowest
+        else:  # positions with gaps
+            known, index = distance.unique(return_inverse=True)
+        table = self.distance_bias(known.to(dtype))  # (h, n)
+        # contiguous: kernels are slow where neighbouring keys do not lie side by side
+        return None if table is None else nn.functional.embedding(index, table.T).permute(0, 3, 1, 2).contiguous()
 
     def rotate_key(self, states: Tensor, position_ids: Tensor) -> Tensor:
         """Rotate keys, where they turn otherwise than queries: (b, h_kv, n, d), (b, n) -> (b, h_kv, n, d)."""
@@ -89,7 +113,8 @@ class Encoding(nn.Module):
 
     def overrides(self, hook: str) -> bool:
         """Tell whether this encoding gives `hook` a meaning of its own."""
-        return getattr(type(self), hook) is not getattr(Encoding, hook)
+        own = getattr(type(self), hook) is not getattr(Encoding, hook)
+        return own or (hook == "bias" and self.overrides("distance_bias"))
 
 
 class Layers(Encoding):

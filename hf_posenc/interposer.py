@@ -25,17 +25,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
+from hf_posenc.forms import attend_in_form
 from hf_posenc.kernels import KERNELS
 from hf_posenc.positions import Positions, carried
 from hf_posenc.scores import (
     Output,
     Scores,
-    attend_by_length,
-    attend_in_blocks,
     exactly,
     fitted,
     fitted_gates,
-    own_attention,
     with_gates,
     without_gates,
 )
@@ -270,6 +268,7 @@ def posenc_attention(
         key=encoding.remap(positions.key),
         gates=fitted_gates(call.gates, key),
         slots=call.positions.own_slots(),
+        known={} if encoding.overrides("remap") else call.positions.known,
     )
     temperature = encoding.temperature(positions.query)
     if temperature is not None:
@@ -288,12 +287,7 @@ def posenc_attention(
     dtype = torch.float32 if wide else query.dtype
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     scores = Scores(encoding, positions, mask=attention_mask, causal=causal, dtype=dtype, scaling=scaling)
-    if encoding.overrides("score"):
-        own = own_attention(scores, dropout=kwargs.get("dropout", 0.0), maps=backend == "eager")
-        return attend_in_blocks(scores, own, query, key, value)
-    if encoding.rotation_grows_after is not None:
-        return attend_by_length(scores, attend, query, key, value)
-    return attend_in_blocks(scores, attend, query, key, value)
+    return attend_in_form(scores, attend, query, key, value, backend=backend, **kwargs)
 
 
 AttentionInterface.register(NAME, posenc_attention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import ConfigError
+
+
+def working_dtype(states: Tensor) -> torch.dtype:
+    """Return the dtype in which positions are applied to states: float64 for float64, otherwise float32."""
+    return torch.float64 if states.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +62,14 @@ class Positions:
         key: (b, k) or (1, k), int64. Where no key lies in a cache these are the positions of the queries.
         gates: (b, h, k) float32, what the encoding remembered of every key, or None where it remembers nothing.
         slots: (q,) int64, where among the keys each query's own key stands; None where they are the last ones.
+        known: what was found out about them, by whoever asks first, for all layers of a forward.
     """
 
     query: Tensor
     key: Tensor
     gates: Tensor | None = None
     slots: Tensor | None = None
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def distance(self) -> Tensor:
         """Return query minus key position, (b, q, k), int64; positive where the key lies behind the query."""

@@ -16,16 +16,11 @@ from torch import Tensor
 
 from hf_posenc.config import Encoding, EncodingConfig, encoding
 from hf_posenc.errors import UnsupportedEncodingError
-from hf_posenc.positions import Geometry
+from hf_posenc.positions import Geometry, working_dtype
 
 PAIRINGS = ("half_split", "interleaved")
 UNSEEN = -1e30
 """Score of a key that an encoding hides: no weight in any softmax, and finite, so that gradients are."""
-
-
-def working_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype in which positions are applied to states: float64 for float64, otherwise float32."""
-    return torch.float64 if states.dtype == torch.float64 else torch.float32
 
 
 def angles(

@@ -25,6 +25,8 @@ FLOORS = [
         "rotation",
         "encodings families",
         "catalogue kernels length scores",
+        "toeplitz",
+        "forms",
         "interposer",
         "declared inputs",
     ),

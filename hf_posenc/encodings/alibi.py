@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
-from hf_posenc.positions import Geometry, Positions
+from hf_posenc.positions import Geometry, Positions, working_dtype
 
 SIDES = ("symmetric", "split")
 FORMS = ("relative", "bloom", "mpt", "falcon")
@@ -57,22 +57,30 @@ class AlibiEncoding(Encoding):
         start = [slope / config.interpolation_factor for slope in start]
         self.slopes = nn.Parameter(torch.tensor(start)) if config.trainable else start
 
-    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
-        """Return (1|b, h, q, k), float32 (float64 for float64 queries); (1|b, h, 1, k) in the parity forms.
+    def overrides(self, hook: str) -> bool:
+        """Tell whether `hook` has a meaning; a bias of the distance alone is that of the relative form only."""
+        return super().overrides(hook) and (hook != "distance_bias" or self.config.form == "relative")
 
-        In the relative form it is zero on the diagonal and negative elsewhere; in an encoder a key ahead costs what one
-        as far behind costs, or, with sides apart, is out of reach of the first half of the heads, as what lies behind
-        is of the second.
+    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor | None:
+        """Return (1|b, h, q, k), float32 (float64 for float64 queries); (1|b, h, 1, k) in the parity forms."""
+        if self.config.form == "relative":
+            return super().bias(query, key, positions)
+        slope = torch.as_tensor(self.slopes, dtype=working_dtype(query), device=query.device)[None, :, None, None]
+        return self.by_key(slope, positions.key[:, None, None])
+
+    def distance_bias(self, distance: Tensor) -> Tensor | None:
+        """Return (h, n) for the relative form, None for the parity forms: zero at no distance and negative elsewhere.
+
+        In an encoder a key ahead costs what one as far behind costs, or, with sides apart, is out of reach of the first
+        half of the heads, as what lies behind is of the second.
         """
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        slope = torch.as_tensor(self.slopes, dtype=dtype, device=query.device)[None, :, None, None]
         if self.config.form != "relative":
-            return self.by_key(slope, positions.key[:, None, None])
-        distance = positions.distance()[:, None]  # (1|b, 1, q, k)
-        penalty = -slope * distance.abs().to(dtype)
+            return None
+        slope = torch.as_tensor(self.slopes, dtype=distance.dtype, device=distance.device)[:, None]
+        penalty = -slope * distance.abs()
         if not self.split:
             return penalty
-        side = torch.ones(self.heads, 1, 1, dtype=torch.long, device=query.device)
+        side = torch.ones_like(slope)
         side[self.heads // 2 :] = -1
         return penalty.masked_fill(distance * side < 0, torch.finfo(torch.float32).min)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
 from hf_posenc.errors import ConfigError, did_you_mean
-from hf_posenc.positions import Geometry, Positions
+from hf_posenc.positions import Geometry
 
 KERNELS = ("log", "power")
 PARAMETRIZATIONS = ("softplus", "clamp")
@@ -46,25 +46,15 @@ class KerpleEncoding(Encoding):
         r1, r2 = _passing(raw, raw.clamp(min=SMALLEST))
         return r1, r2 if self.config.kernel == "log" else _passing(r2, r2.clamp(max=LARGEST_POWER))
 
-    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
-        """Return (1|b, h, q, k), float32 (float64 for float64 queries), zero on the diagonal, negative elsewhere.
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        """Return (n,) -> (h, n), zero at no distance and negative elsewhere.
 
         The magnitude is symmetric: in an encoder a key ahead costs what one as far behind costs.
         """
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        distance = positions.distance().abs()  # (1|b, q, k)
-        farthest = int(distance.amax())
-        if farthest > 4 * sum(distance.shape[1:]):  # positions with gaps
-            return self.penalty(distance.to(dtype)[..., None]).permute(0, 3, 1, 2)
-        table = self.penalty(torch.arange(farthest + 1, dtype=dtype, device=query.device)[:, None])
-        return nn.functional.embedding(distance, table).permute(0, 3, 1, 2)
-
-    def penalty(self, distance: Tensor) -> Tensor:
-        """Return the bias at distances in tokens, (..., 1) floating point -> (..., h)."""
-        r1, r2 = self.parameters_by_head(distance.dtype)
+        r1, r2 = (number[:, None] for number in self.parameters_by_head(distance.dtype))
         if self.config.kernel == "log":
-            return -r1 * torch.log1p(r2 * distance)
-        return -r1 * distance.pow(r2)
+            return -r1 * torch.log1p(r2 * distance.abs())
+        return -r1 * distance.abs().pow(r2)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

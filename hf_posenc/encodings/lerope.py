@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, register_encoding
-from hf_posenc.positions import Geometry
-from hf_posenc.rotation import RotaryConfig, turn, working_dtype
+from hf_posenc.positions import Geometry, working_dtype
+from hf_posenc.rotation import RotaryConfig, turn
 
 
 class LeRoPEEncoding(Encoding):

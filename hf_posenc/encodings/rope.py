@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
 from hf_posenc.errors import ConfigError, did_you_mean
-from hf_posenc.positions import Geometry
-from hf_posenc.rotation import PAIRINGS, angles, turn, working_dtype
+from hf_posenc.positions import Geometry, working_dtype
+from hf_posenc.rotation import PAIRINGS, angles, turn
 from hf_posenc.scaling import KINDS, ORIGINAL, checked, grown_factor, is_number, ntk_theta, scaled_frequencies
 
 OURS = ("mode", "length", "ramp", "mix", "resonance")

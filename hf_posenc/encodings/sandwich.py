@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
 from hf_posenc.errors import ConfigError
-from hf_posenc.positions import Geometry, Positions
+from hf_posenc.positions import Geometry
 
 
 class SandwichEncoding(Encoding):
@@ -29,23 +29,12 @@ class SandwichEncoding(Encoding):
         self.inv_freq = [10000.0 ** (-2 * k / config.width) for k in range(first, first + pairs)]
         self.slopes = [heads / (8.0 * head) for head in range(1, heads + 1)]
 
-    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
-        """Return (1|b, h, q, k), float32 (float64 for float64 queries), zero on the diagonal and symmetric.
-
-        The cosine of a difference is a product of what queries and keys say by themselves, so the sum over k is a
-        matrix product, for positions in any order.
-        """
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float64, device=query.device)
-        slope = torch.tensor(self.slopes, dtype=dtype, device=query.device)
-        # from a common origin: the phases of a late window lose nothing to its lateness
-        origin = positions.key[:, :1]
-        waves = []
-        for ids in (positions.query, positions.key):
-            phases = (ids - origin).double()[..., None] * inv_freq
-            waves.append(torch.cat((phases.cos(), phases.sin()), dim=-1))  # (1|b, n, width)
-        total = waves[0] @ waves[1].mT - self.config.width / 2  # (1|b, q, k)
-        return slope[None, :, None, None] * total.to(dtype)[:, None]
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        """Return (n,) -> (h, n), zero at no distance and symmetric; phases in float64."""
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float64, device=distance.device)
+        slope = torch.tensor(self.slopes, dtype=distance.dtype, device=distance.device)[:, None]
+        total = (distance.double()[:, None] * inv_freq).cos().sum(-1) - self.config.width / 2
+        return slope * total.to(distance.dtype)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

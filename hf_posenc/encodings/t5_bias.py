@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
 from hf_posenc.errors import ConfigError, did_you_mean
-from hf_posenc.positions import Geometry, Positions
+from hf_posenc.positions import Geometry
 
 MULTIPLIERS = ("one", "sqrt_head_dim")
 
@@ -63,11 +63,10 @@ class T5Encoding(Encoding):
             return torch.bucketize(distance, boundaries, right=True)
         return torch.bucketize(distance.abs(), boundaries, right=True) + (distance < 0) * (len(self.boundaries) + 1)
 
-    def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
-        """Return (1|b, h, q, k), float32 (float64 for float64 queries)."""
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        table = self.weight.to(dtype) * self.multiplier
-        return nn.functional.embedding(self.buckets(positions.distance()), table).permute(0, 3, 1, 2)
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        """Return the row of the bucket, (n,) -> (h, n)."""
+        table = self.weight.to(distance.dtype) * self.multiplier
+        return nn.functional.embedding(self.buckets(distance), table).T
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

@@ -122,6 +122,10 @@ class TemperedEncoding(Encoding):
         """As the encoding inside: (1|b, 1|h, q, k) or None; not tempered."""
         return self.inner.bias(query, key, positions)
 
+    def distance_bias(self, distance: Tensor) -> Tensor | None:
+        """As the encoding inside: (n,) -> (h, n) or None."""
+        return self.inner.distance_bias(distance)
+
     def gate(self, hidden_states: Tensor) -> Tensor | None:
         """As the encoding inside: (b, n, hidden_size) -> (b, h, n) or None."""
         return self.inner.gate(hidden_states)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hf_posenc.config import Encoding, register_encoding
 from hf_posenc.errors import ConfigError, LengthError
-from hf_posenc.positions import Geometry
-from hf_posenc.rotation import RotaryConfig, working_dtype
+from hf_posenc.positions import Geometry, working_dtype
+from hf_posenc.rotation import RotaryConfig
 from hf_posenc.scaling import is_number
 
 LARGEST_STATE = 256.0

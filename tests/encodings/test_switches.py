@@ -316,7 +316,7 @@ SWITCHES = [
         12,
         "kerple",
         "parametrization",
-        trained(-1.0, lambda encoding: encoding.penalty(torch.tensor([[3.0]]).double())),
+        trained(-1.0, lambda encoding: encoding.distance_bias(torch.tensor([3.0]).double())),
         {
             "softplus": [-math.log1p(math.exp(-1)) * math.log1p(3 * math.log1p(math.exp(-1)))],
             "clamp": [-0.01 * math.log1p(0.03)],

@@ -15,7 +15,7 @@ from hf_posenc.encodings.tempered import SCALES, TRAINED, Tempered
 from hf_posenc.errors import ConfigError, UnknownNameError, UnsupportedEncodingError
 from tests import naive_rotary as naive
 
-HOOKS = ("embed", "remap", "rotate", "rotate_key", "bias", "gate", "score")
+HOOKS = ("embed", "remap", "rotate", "rotate_key", "bias", "distance_bias", "gate", "score")
 
 
 def geometry(**fields: Any) -> posenc.Geometry:
@@ -129,6 +129,7 @@ def test_every_other_hook_is_that_of_the_encoding_inside(inner: posenc.EncodingC
         "rotate": (states, ids),
         "rotate_key": (keys, ids),
         "bias": (states, keys, positions),
+        "distance_bias": (ids[0].float(),),
         "score": (states, keys, positions),
     }
     for hook in HOOKS:
@@ -161,6 +162,7 @@ def test_all_hooks_are_handed_on() -> None:
         "embed": 1,
         "remap": 1,
         "gate": 1,
+        "distance_bias": 1,
         "bias": 3,
         "score": 3,
     }.items():

@@ -1,0 +1,195 @@
+"""Which form the attention of one call takes, where there is a faster one than writing the bias out.
+
+A bias of the distance alone needs one number a distance where slots stand for positions: where every query sees one
+stretch of keys, and positions count on along it, as under padding, in a cache and in plain texts. Whatever is otherwise
+goes through the general form, in `scores`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedEncodingError
+from hf_posenc.positions import Positions
+from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
+from hf_posenc.toeplitz import CHUNK, Band, attend, trusted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Which keys the queries of a call see: those of one stretch a row, up to their own where the call is causal.
+
+    Attributes:
+        start: slot of the first query among the keys.
+        stretches: first slot, and slot behind the last one, of every row of the batch, or once for all rows.
+        causal: whether no query sees keys behind its own slot.
+    """
+
+    start: int
+    stretches: tuple[tuple[int, int], ...]
+    causal: bool
+
+
+def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> Seen | None:
+    """Return which keys a call sees, or None where that is more than a stretch a row, or where positions have gaps.
+
+    Args:
+        positions: of the call.
+        mask: None, boolean or additive, (1|b, 1|h, q, k); an additive one is not looked into.
+        causal: whether a call without a mask means a causal one.
+    """
+    start, queries = int(positions.own_slots()[0]), positions.query.shape[1]
+    end, slots = start + queries, torch.arange(positions.key.shape[1])
+    if mask is None:
+        keep = (slots < end)[None]
+    elif mask.dtype != torch.bool or mask.shape[1] != 1:
+        return None
+    else:
+        keep = mask[:, 0, -1]  # the last query sees whatever any query sees
+        causal = not torch.equal(mask[:, 0, 0], keep)
+        for rows in torch.arange(queries).split(CHUNK):
+            expected = keep[:, None] & (slots <= (start + rows)[:, None]) if causal else keep[:, None]
+            if not torch.equal(mask[:, 0, rows], expected.expand(-1, len(rows), -1)):
+                return None
+    count = max(len(keep), len(positions.key))
+    keep, origin = keep.expand(count, -1), (positions.key - slots).expand(count, -1)
+    first = keep.int().argmax(-1, keepdim=True)
+    last = first + keep.sum(-1, keepdim=True)
+    plain = (keep == ((slots >= first) & (slots < last))) & ((origin == origin.gather(1, first)) | ~keep)
+    if not (plain.all() and torch.equal(positions.query, positions.key[:, start:end])):
+        return None
+    stretches = tuple(zip(first[:, 0].tolist(), last[:, 0].tolist(), strict=True))
+    return Seen(start=start, stretches=stretches[:1] if len(set(stretches)) == 1 else stretches, causal=causal)
+
+
+def attend_in_form(
+    scores: Scores, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *, backend: str, **given: Any
+) -> Output:
+    """Attend in the fastest form that gives what the encoding says.
+
+    Args:
+        scores: of the call.
+        attend: the attention function of the model.
+        query: (b, h, q, d), rotated unless keys are cached bare, not scaled.
+        key: (b, h_kv, k, d).
+        value: (b, h_kv, k, d).
+        backend: name of the attention function.
+        **given: what else it is given; `dropout` and `softcap` keep the fast forms away.
+
+    Returns:
+        Output (b, q, h, d), and the attention weights (b, h, q, k) where the backend gives them.
+    """
+    encoding, dropout = scores.encoding, given.get("dropout") or 0.0
+    if encoding.overrides("score"):
+        return attend_in_blocks(
+            scores, own_attention(scores, dropout=dropout, maps=backend == "eager"), query, key, value
+        )
+    if encoding.rotation_grows_after is not None:
+        return attend_by_length(scores, attend, query, key, value)
+    if backend == "sdpa" and encoding.overrides("distance_bias") and not dropout and given.get("softcap") is None:
+        output = attend_by_distance(scores, query, key, value)
+        if output is not None:
+            return output, None
+    return attend_in_blocks(scores, attend, query, key, value)
+
+
+def attend_by_distance(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """Attend with a bias that is given by its distances alone; None where the general form has to do it.
+
+    Args:
+        scores: of the call.
+        query: (b, h, q, d), rotated, not scaled.
+        key: (b, h_kv, k, d), rotated.
+        value: (b, h_kv, k, d).
+
+    Returns:
+        (b, q, h, d), zero for queries that see no key.
+    """
+    if query.shape[2] == 1 or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if {key.dtype, value.dtype} != {query.dtype} or value.shape[-1] != query.shape[-1] or not trusted(query.dtype):
+        return None
+    mask, known = scores.mask, scores.positions.known
+    asked = id(mask), key.shape[2]
+    if asked not in known:  # the mask stays in there, so that no other one can take its id
+        known[asked] = mask, seen_keys(scores.positions, mask, causal=scores.triangle)
+    seen: Seen | None = known[asked][1]
+    if seen is None:
+        return None
+    groups = query.shape[1] // key.shape[1]
+    states = query, *(x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    if len(seen.stretches) == 1:
+        return _attend_stretch(scores, states, seen, seen.stretches[0])
+    outputs = []
+    for index, stretch in enumerate(seen.stretches):
+        row = tuple(x[index : index + 1] for x in states)
+        outputs.append(_attend_stretch(scores, row, seen, stretch))
+    return torch.cat(outputs)
+
+
+def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stretch: tuple[int, int]) -> Tensor:
+    """Attend over one stretch of keys; (b, q, h, d)."""
+    query, key, value = states
+    first, last = stretch
+    if last == first:
+        return torch.zeros_like(query).transpose(1, 2)
+    blind = max(0, first - seen.start) if seen.causal else 0  # queries before the first key
+    query, key, value = query[:, :, blind:], key[:, :, first:last], value[:, :, first:last]
+    band = Band(queries=query.shape[2], keys=last - first, first=seen.start + blind - first, causal=seen.causal)
+    signed = band.distances(query.device)
+    with exactly(query.device):
+        table = scores.encoding.distance_bias((signed.clamp(min=0) if seen.causal else signed).to(scores.dtype))
+    if table is None:
+        raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give a bias by distance, not None.")
+    table = table.expand(query.shape[1], -1)
+    windows: dict[int, list[int]] = {band.window: list(range(len(table)))}
+    if seen.causal:
+        table = table.masked_fill(signed < 0, -torch.inf)
+        if CHUNK < band.first + band.queries <= band.keys:
+            table = table.masked_fill(_too_far(query, key, table, band, scores.scaling), -torch.inf)
+            windows = _windows(table, signed)
+    outputs, order = [], []
+    for window, heads in windows.items():
+        whole = len(windows) == 1
+        q, k, v, row = (query, key, value, table) if whole else (x[:, heads] for x in (query, key, value, table[None]))
+        reaching = dataclasses.replace(band, window=window)
+        outputs.append(
+            attend(q, k, v, row.view_as(table[: len(heads)]).contiguous(), band=reaching, scale=scores.scaling)
+        )
+        order += heads
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)[:, torch.tensor(order).argsort()]
+    return nn.functional.pad(output.transpose(1, 2), (0, 0, 0, 0, blind, 0)) if blind else output.transpose(1, 2)
+
+
+@torch.no_grad()
+def _too_far(query: Tensor, key: Tensor, table: Tensor, band: Band, scale: float) -> Tensor:
+    """Tell at which distances no key can change a result by more than its rounding, (h, n) bool.
+
+    A score is at most |q| max|k|, and a query's own key has the weight of q k. Against that, a key whose bias is so far
+    below the own key's weighs less than e^-margin, and all of them together less than the rounding of a sum. Numbers
+    that small are slow besides: processors take their time over what is below the smallest normal number.
+    """
+    query, key = query.to(table.dtype), key.to(table.dtype)
+    own = key[:, :, band.first : band.first + band.queries]
+    most = torch.linalg.vector_norm(query, dim=-1) * torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
+    spread = (scale * (most - torch.linalg.vecdot(query, own))).amax((0, 2))  # (h,)
+    margin = math.log(2 * band.keys / torch.finfo(table.dtype).eps)
+    lowest: Tensor = table[:, band.first + band.queries - 1] - spread - margin
+    return table < lowest[:, None]
+
+
+def _windows(table: Tensor, distance: Tensor) -> dict[int, list[int]]:
+    """Return the heads by how far they see, in tokens: powers of two, or no end where little would be left out."""
+    windows: dict[int, list[int]] = {}
+    reach = torch.where(table.isinf(), 0, distance).amax(-1) + 1
+    for head, tokens in enumerate(reach.tolist()):
+        window = max(CHUNK, 2 ** math.ceil(math.log2(tokens)))
+        windows.setdefault(window if 2 * window <= int(distance[0]) else sys.maxsize, []).append(head)
+    return windows

@@ -1,0 +1,210 @@
+"""Attention with a bias that is constant along diagonals, straight from the row of numbers that the bias is.
+
+Against queries in reverse order such a bias is a row that moves on by one from query to query, and a kernel reads that
+mask out of the row through strides that overlap: no number is stored twice. Causal queries go through in chunks, so
+that keys ahead of a chunk cost nothing. The gradient of a trained row are sums along diagonals, chunk by chunk.
+
+The kernel is that of torch for CPUs. That it takes such strides, and a float32 mask beside queries in half precision,
+is written nowhere, so `trusted` tries it on a few tokens, against float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_posenc.positions import working_dtype
+from hf_posenc.scores import exactly
+
+CHUNK = 256
+"""Causal queries a kernel call: fewer make more calls, more look at more keys that are ahead of them."""
+AT_ONCE = 2**20
+"""Scores of the backward pass of a trained row that are materialised at a time, 4 MiB in float32."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Dtype of the queries -> largest deviation from float64 with which the kernel is trusted, relative to the largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Where queries and keys lie to each other: query i has the slot of key `first` + i.
+
+    Attributes:
+        queries: number of queries.
+        keys: number of keys, one a slot.
+        first: key slot of the first query; negative, or past the last key, where none stands there.
+        causal: whether no query sees keys behind its own slot; `first` is at least 0 then.
+        window: where causal, the first distance from which on no key counts.
+        chunk: queries a kernel call, where causal.
+    """
+
+    queries: int
+    keys: int
+    first: int
+    causal: bool
+    window: int = sys.maxsize
+    chunk: int = CHUNK
+
+    def distances(self, device: torch.device) -> Tensor:
+        """Return every distance, query minus key slot, that a kernel call may meet, descending: (n,) int64."""
+        lowest = self.first - self.keys + 1
+        if self.causal:
+            lowest = max(lowest, 1 - min(self.chunk, self.queries))
+        return torch.arange(self.first + self.queries - 1, lowest - 1, -1, device=device)
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the queries of every chunk, and the keys that they see together."""
+        size = self.chunk if self.causal else self.queries
+        for begin in range(0, self.queries, size):
+            end = min(begin + size, self.queries)
+            if self.causal:
+                behind, ahead = self.first + begin - self.window + 1, self.first + end
+                yield slice(begin, end), slice(min(max(0, behind), self.keys - 1), min(self.keys, ahead))
+            else:
+                yield slice(begin, end), slice(0, self.keys)
+
+    def row(self, table: Tensor, part: slice, seen: slice) -> Tensor:
+        """Return what a chunk needs of a table by descending distance: (h, n) -> (h, queries + keys - 1), a view."""
+        begin = self.queries - part.stop + seen.start
+        return table[:, begin : begin + part.stop - part.start + seen.stop - seen.start - 1]
+
+    def mask(self, table: Tensor, part: slice, seen: slice) -> Tensor:
+        """Return the bias of a chunk, its queries reversed: (1, h, queries, keys), a view of the table, (h, n)."""
+        row = self.row(table, part, seen)
+        size = (1, len(row), part.stop - part.start, seen.stop - seen.start)
+        return row.as_strided(size, (row.stride(0), row.stride(0), 1, 1))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, band: Band, scale: float) -> Tensor:
+    """Return the attention of queries over keys whose scaled scores gain the number of their distance.
+
+    Args:
+        query: (b, h, q, d).
+        key: (b, h, k, d).
+        value: (b, h, k, d).
+        table: (h, n) float32 (float64 for float64 queries), of `band.distances`; minus infinity where causal and
+            below zero.
+        band: where queries and keys lie.
+        scale: factor that makes a score of a product.
+
+    Returns:
+        (b, h, q, d), in memory as (b, q, h, d).
+    """
+    output: Tensor = _Attention.apply(query, key, value, table, band, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, band: Band, scale: float) -> Tensor:
+        rows, heads, queries, width = query.shape
+        output = query.new_empty(rows, queries, heads, width).transpose(1, 2)
+        sums = table.new_empty(rows, heads, queries)  # log of the sum of exponentials
+        key, value = key.contiguous(), value.contiguous()  # heads side by side miss the caches, from 4k tokens on
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        for part, seen in band.chunks():
+            states = query[:, :, part].flip(2).contiguous(), key[:, :, seen], value[:, :, seen]
+            found, total = kernel(*states, attn_mask=band.mask(table, part, seen), scale=scale)
+            output[:, :, part], sums[:, :, part] = found.flip(2), total.flip(2)
+        ctx.save_for_backward(query, key, value, table, output, sums)
+        ctx.band, ctx.scale = band, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, table, output, sums = ctx.saved_tensors
+        wide = table.dtype  # sums over chunks do not suffer from half precision
+        d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if ctx.needs_input_grad[3] else None
+        d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        with exactly(query.device):
+            for part, seen in ctx.band.chunks():
+                mask = ctx.band.mask(table, part, seen)
+                states = [x[:, :, part].flip(2).contiguous() for x in (gradient, query, output, sums)]
+                states += [key[:, :, seen], value[:, :, seen]]
+                if d_table is None:
+                    found = _kernel_gradients(*states, mask=mask, scale=ctx.scale)
+                else:
+                    row = ctx.band.row(d_table, part, seen)
+                    found = _trained_gradients(*states, mask=mask, row=row, scale=ctx.scale)
+                d_query[:, :, part] = found[0].flip(2)
+                d_key[:, :, seen] += found[1]
+                d_value[:, :, seen] += found[2]
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table, None, None
+
+
+def _kernel_gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value that the kernel gives for one chunk."""
+    gradient, query, output, sums, key, value = states
+    found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, sums, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return found
+
+
+def _trained_gradients(*states: Tensor, mask: Tensor, row: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value for one chunk, and add that of the bias to its `row`.
+
+    With P the weights and dP = dO V^T, the gradient of the scores is dS = P (dP - rowsum(dO O)). Its sums along the
+    diagonals are those of the columns of a buffer into which every row is written one further to the right.
+    """
+    gradient, query, output, sums, key, value = (x.to(mask.dtype) for x in states)
+    query, total = query * scale, (gradient * output).sum(-1, keepdim=True)
+    found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    heads, queries, keys = mask.shape[1:]
+    skewed = mask.new_zeros(min(heads, max(1, AT_ONCE // (queries * keys))), queries, queries + keys - 1)
+    diagonals = skewed.as_strided((len(skewed), queries, keys), (skewed.stride(0), queries + keys, 1))
+    for index in range(len(query)):
+        for begin in range(0, heads, len(skewed)):
+            some = slice(begin, min(begin + len(skewed), heads))
+            q, k, v, g = (x[index, some] for x in (query, key, value, gradient))
+            weights = torch.baddbmm(mask[0, some], q, k.mT).sub_(sums[index, some, :, None]).exp_()  # (h, q, k)
+            scores = torch.bmm(g, v.mT).sub_(total[index, some]).mul_(weights)
+            diagonals[: len(q)].copy_(scores)
+            row[some] += skewed[: len(q)].sum(1)
+            for gradients, product in zip(found, (scores @ k * scale, scores.mT @ q, weights.mT @ g), strict=True):
+                gradients[index, some] = product
+    return found
+
+
+@functools.cache
+def trusted(dtype: torch.dtype) -> bool:
+    """Tell whether the kernel gives the right output and gradients for queries of a dtype, by trying it."""
+    if dtype not in TOLERANCE:
+        return False
+    with torch.inference_mode(False), torch.enable_grad(), exactly(torch.device("cpu")):
+        try:
+            return _largest_deviation(dtype) <= TOLERANCE[dtype]
+        except (RuntimeError, NotImplementedError, AttributeError):  # another torch, another kernel
+            return False
+
+
+def _largest_deviation(dtype: torch.dtype) -> float:
+    """Return how far output and gradients are off a dense computation in float64, relative to the largest of each."""
+    band, slots = Band(queries=21, keys=24, first=3, causal=True, chunk=8), torch.arange(24)
+    wave = torch.arange(2 * 24 * 8, dtype=torch.float64).mul(0.7).sin().view(1, 2, 24, 8)
+    q, k, v = (x.to(dtype).requires_grad_() for x in (3 * wave[:, :, 3:], 3 * wave.roll(5), wave.roll(11)))
+    distance = band.distances(slots.device)
+    # far below zero, where half precision has no room for what distances differ by
+    table = (-300 - 0.37 * distance.double()).expand(2, -1).to(working_dtype(q))
+    query, key, value, bias = (x.detach().double().requires_grad_() for x in (q, k, v, table))
+    apart = slots[3:, None] - slots
+    scores = query @ key.mT / 3 + bias[:, (distance[0] - apart).clamp(max=len(distance) - 1)]
+    output = scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ value
+    weight = output.detach()
+    exact = [output, *torch.autograd.grad((output * weight).sum(), (query, key, value, bias))]
+    worst = 0.0
+    for trained in (False, True):
+        row = table.masked_fill(distance < 0, -torch.inf).requires_grad_(trained)
+        found = attend(q, k, v, row, band=band, scale=1 / 3)
+        inputs = (q, k, v, row) if trained else (q, k, v)
+        gradients = torch.autograd.grad((found * weight.to(dtype)).sum(), inputs)
+        for one, other in zip((found, *gradients), exact, strict=False):
+            worst = max(worst, float((one - other).detach().abs().max() / other.detach().abs().max()))
+    return worst

@@ -1,0 +1,212 @@
+"""The fast form of a bias by distance against the general form, which writes the bias out: forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import hf_posenc as posenc
+from hf_posenc import forms, toeplitz
+from hf_posenc.positions import Positions
+from hf_posenc.scores import Scores
+from tests.models import SUBJECTS, assert_same, in_steps, logits, tokens
+
+CONFIGS = {
+    "alibi": posenc.Alibi(),
+    "alibi-trainable": posenc.Alibi(trainable=True),
+    "t5": posenc.encoding("t5"),
+    "kerple": posenc.encoding("kerple"),
+    "sandwich": posenc.encoding("sandwich"),
+    "tempered": posenc.encoding("tempered", encoding=posenc.Alibi(), kind="log_n"),
+}
+ACCURACY = {torch.float64: 1e-9, torch.float32: 5e-6, torch.bfloat16: 0.05}
+
+
+def built(name: str, *, causal: bool = True, heads: int = 4) -> Any:
+    torch.manual_seed(3)
+    geometry = posenc.Geometry(
+        hidden_size=32,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=8,
+        max_position_embeddings=64,
+        causal=causal,
+    )
+    encoding = posenc.build(CONFIGS.get(name) or posenc.encoding(name), geometry)
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return encoding
+
+
+def call(name: str, queries: int, keys: int, *, causal: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """Scores, queries, keys and values of a call whose queries are the last of the keys; two heads share a key."""
+    generator = torch.Generator().manual_seed(1)
+    states = [torch.randn(2, h, n, 8, generator=generator) for h, n in ((4, queries), (2, keys), (2, keys))]
+    places = torch.arange(keys)[None]
+    scores = Scores(
+        built(name, causal=causal).to(torch.float64 if dtype == torch.float64 else torch.float32),
+        Positions(query=places[:, keys - queries :], key=places),
+        mask=None,
+        causal=causal,
+        dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        scaling=0.7,
+    )
+    return scores, *(x.to(dtype).requires_grad_() for x in states)
+
+
+def dense(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same by the book, (b, q, h, d) in float64."""
+    query, key, value = query.double(), *(x.double().repeat_interleave(2, dim=1) for x in (key, value))
+    added = Scores(
+        copy.deepcopy(scores.encoding).double(),
+        scores.positions,
+        mask=scores.mask,
+        causal=scores.triangle,
+        dtype=torch.float64,
+        scaling=scores.scaling,
+    )
+    total = query @ key.mT * scores.scaling + added.added(query, key, torch.arange(query.shape[2]))
+    return (total.softmax(-1) @ value).transpose(1, 2), added.encoding  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", list(ACCURACY), ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "two-sided"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_output_and_gradients_are_those_of_the_dense_bias(name: str, causal: bool, dtype: torch.dtype) -> None:
+    sizes = ((7, 7), (300, 300), (40, 300), (270, 600)) if causal else ((7, 7), (300, 300))
+    for queries, keys in sizes:
+        scores, *states = call(name, queries, keys, causal=causal, dtype=dtype)
+        found = forms.attend_by_distance(scores, *states)
+        expected, encoding = dense(scores, *states)
+        assert found is not None
+        assert found.dtype == dtype
+        assert_same(found.double(), expected, ACCURACY[dtype])
+        draw = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        ours = torch.autograd.grad((found * draw.to(dtype)).sum(), [*states, *scores.encoding.parameters()])
+        truth = torch.autograd.grad((expected * draw).sum(), [*states, *encoding.parameters()])
+        for one, other in zip(ours, truth, strict=True):
+            assert_same(one.double(), other.double(), 10 * ACCURACY[dtype])
+
+
+def test_far_keys_are_left_out_only_where_they_cannot_be_told_from_rounding() -> None:
+    """Exact to 2e-6 for long texts, with windows in use; loud scores widen the windows until there are none."""
+    for loudness, narrow in ((1.0, True), (30.0, False)):
+        scores, query, key, value = call("alibi", 3000, 3000, causal=True)
+        query = (query * loudness).detach()
+        band, heads = toeplitz.Band(queries=3000, keys=3000, first=0, causal=True), key.repeat_interleave(2, 1)
+        distance = band.distances(query.device)
+        table = scores.encoding.distance_bias(distance.clamp(min=0).float())
+        cut = table.masked_fill(forms._too_far(query, heads, table, band, scores.scaling), -torch.inf)
+        assert (min(forms._windows(cut, distance)) <= 1024) == narrow
+        with torch.no_grad():
+            found = forms.attend_by_distance(scores, query, key, value)
+            assert found is not None
+            assert float((found - dense(scores, query, key, value)[0]).abs().max()) < 2e-6 * loudness
+
+
+@pytest.fixture(params=["gpt2", "llama", "bert"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return posenc.patch(SUBJECTS[request.param].fresh(), posenc.encoding("kerple"), verify=False)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """For every attention call, whether the fast form took it."""
+    calls: list[bool] = []
+    fast = forms.attend_by_distance
+
+    def noted(*states: Any) -> Tensor | None:
+        output = fast(*states)
+        calls.append(output is not None)
+        return output
+
+    monkeypatch.setattr(forms, "attend_by_distance", noted)
+    return calls
+
+
+def generally(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    """What the model says by the general form."""
+    with monkeypatch.context() as patch:
+        patch.setattr(forms, "attend_by_distance", lambda *_: None)
+        return logits(model, ids, **inputs)
+
+
+def test_models_take_the_fast_form_for_plain_padded_and_cached_texts(
+    model: PreTrainedModel, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = tokens(3, 40), torch.ones(3, 40, dtype=torch.long)
+    mask[0, :9], mask[1, -5:] = 0, 0
+    assert_same(logits(model, ids), generally(monkeypatch, model, ids))
+    real = mask.bool()
+    assert_same(
+        logits(model, ids, attention_mask=mask)[real], generally(monkeypatch, model, ids, attention_mask=mask)[real]
+    )
+    assert taken == [True] * 4
+    if model.config.model_type.endswith("bert"):
+        return
+    whole = generally(monkeypatch, model, ids)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=50)):
+        taken.clear()
+        assert_same(in_steps(model, ids, [20, 1, 19], cache), whole)
+        assert taken == [True, True, False, False, True, True], "one token alone needs no form"
+
+
+def test_what_has_no_plain_form_goes_the_general_way(
+    model: PreTrainedModel, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokens(2, 30)
+    gaps = torch.arange(30)[None] * 2
+    holes = torch.ones(2, 30, dtype=torch.long)
+    holes[:, 7] = 0
+    window = (torch.arange(30)[:, None] - torch.arange(30)).abs().lt(9).tril()[None, None].expand(2, 1, 30, 30)
+    for inputs in ({"position_ids": gaps}, {"attention_mask": holes}, {"attention_mask": window}):
+        assert_same(logits(model, ids, **inputs), generally(monkeypatch, model, ids, **inputs))
+    assert taken == [False] * 6
+    taken.clear()
+    monkeypatch.setattr(forms, "trusted", lambda _: False)
+    logits(model, ids)
+    assert taken == [False] * 2
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert model(ids, output_attentions=True).attentions[0].shape == (2, 4, 30, 30)
+
+
+def test_a_kernel_that_does_not_what_it_seems_to_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert toeplitz.trusted(dtype)
+        toeplitz.trusted.cache_clear()
+        with monkeypatch.context() as patch:  # as a kernel would that rounds its mask
+            mask = toeplitz.Band.mask
+            patch.setattr(toeplitz.Band, "mask", lambda *a, mask=mask: mask(*a).bfloat16().to(a[1].dtype))
+            assert not toeplitz.trusted(dtype)
+        toeplitz.trusted.cache_clear()
+    assert not toeplitz.trusted(torch.int64)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest storage that any operation returns, in bytes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for item in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(item, Tensor):
+                self.bytes = max(self.bytes, item.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "kerple", "sandwich"])
+def test_no_tensor_grows_with_the_square_of_the_length(name: str) -> None:
+    model = posenc.patch(SUBJECTS["gpt2"].fresh(), posenc.encoding(name), verify=False)
+    with torch.no_grad(), Largest() as largest:
+        model.base_model(tokens(1, 2048))
+    assert largest.bytes < 2048 * 2048, "not even a boolean mask"
