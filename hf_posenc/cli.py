@@ -53,36 +53,29 @@ def inspect(
     model: Model,
     encoding: Annotated[str | None, typer.Option(help="Also show what putting this encoding in would change.")] = None,
     options: Options = "{}",
+    documents: Annotated[
+        str, typer.Option(help='Texts to try positions on: "embedded", a file or folder.')
+    ] = "embedded",
 ) -> None:
-    """Show how a model holds positions, how far they reach, and what a patch would change."""
-    import hf_posenc as posenc
-    from hf_posenc.hub.loading import from_pretrained
+    """Show how a model holds positions, how far they really reach, and what could replace them."""
+    from transformers import AutoTokenizer
 
-    loaded = from_pretrained(model)
-    limit = posenc.max_length(loaded)
+    import hf_posenc as posenc
+    from hf_posenc.data import load_documents
+    from hf_posenc.inspection import inspection
+
+    loaded = posenc.from_pretrained(model)
+    texts = [document.text for document in load_documents(documents, split="held_out")[:4]]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):  # without one, what rests on text is left out
+        tokenizer = None
     table = Table(show_header=False, box=None)
-    table.add_row("class", type(loaded).__name__)
-    table.add_row("model type", loaded.config.model_type)
-    table.add_row("encoding", str(getattr(loaded.config, "posenc", None) or _own_positions(loaded)))
-    table.add_row("last position", "none: no table ends" if limit is None else str(limit))
+    for heading, words in inspection(loaded, texts, tokenizer=tokenizer).items():
+        table.add_row(heading, words)
     Console().print(table)
     if encoding:
         print(posenc.plan(loaded, posenc.encoding(encoding, **_fields(options))))
-
-
-def _own_positions(model: Any) -> str:
-    """Describe where a stock model holds its positions; for a family without a record, propose one."""
-    from hf_posenc.errors import UnsupportedFamilyError
-    from hf_posenc.family import find_family
-    from hf_posenc.patching import discover
-
-    try:
-        family = find_family(model.config.model_type)
-    except UnsupportedFamilyError:
-        return f"no family record; it looks like {discover(model)}"
-    if family.rotary:
-        return f"rotary, {model.config.rope_parameters}"
-    return f"{type(family.body_of(model).get_submodule(family.table)).__name__} at {family.table}"
 
 
 @app.command()

@@ -42,7 +42,7 @@ FLOORS = [
         "hub",
         "conversion",
     ),
-    *("quickstart", "cli"),
+    *("quickstart inspection", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {

@@ -170,6 +170,22 @@ def diagnose(
     )
 
 
+def text_when_moved(
+    model: PreTrainedModel, documents: Documents, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> ShiftCurve:
+    """Return only what moving all positions does to the loss of a little text, which takes a few forward passes.
+
+    Arguments as in `diagnose`.
+
+    Raises:
+        UnsupportedFamilyError: the positions of this model cannot be moved, or it has no loss.
+        DataError: the documents cannot be used, or a masked language model has no mask token.
+    """
+    corpus, limit = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=BOS_NONE), max_length(model)
+    with evaluation_mode(model):
+        return _shift(model, _windows(corpus, limit)[:_TERM_WINDOWS], limit, tokenizer)
+
+
 def _measured(
     model: PreTrainedModel, rows: Tensor, windows: Tensor, tokenizer: PreTrainedTokenizerBase | None, batch_size: int
 ) -> dict[str, Any]:

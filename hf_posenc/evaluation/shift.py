@@ -72,7 +72,7 @@ def loss_by_shift(
     body: Any = model.base_model
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedFamilyError(f"{type(model).__name__} takes no position_ids, so that they cannot be moved.")
-    start = _start(model)
+    start = first_position(model)
     inputs, targets = _next_tokens(rows) if mask_token_id is None else _masked_tokens(rows, mask_token_id)
     places = torch.arange(rows.shape[1]).expand(len(inputs), -1) + start
     nll = {}
@@ -109,7 +109,7 @@ def _nll(model: PreTrainedModel, ids: Tensor, positions: Tensor, targets: Tensor
     return token_nll(logits[targets >= 0], targets[targets >= 0])
 
 
-def _start(model: PreTrainedModel) -> int:
+def first_position(model: PreTrainedModel) -> int:
     """Return the number that this model gives to the first position: more than 0 where padding is counted (RoBERTa)."""
     try:
         family = find_family(model.config.model_type)
