@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import SplinterConfig, SplinterForQuestionAnswering
 from typer.testing import CliRunner
 
 import hf_posenc as posenc
@@ -36,11 +36,11 @@ def test_inspect_says_how_far_positions_reach_and_what_would_change(checkpoint: 
 
 
 def test_inspect_proposes_a_record_for_a_family_that_has_none(tmp_path: Path) -> None:
-    config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=61)
-    OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    SplinterForQuestionAnswering(SplinterConfig(vocab_size=200, **small)).save_pretrained(tmp_path)
     said = " ".join(run("inspect", str(tmp_path)).split())
     assert "no family record" in said
-    assert "positions_embed" in said
+    assert "position_embeddings" in said
 
 
 def test_patch_saves_what_python_would_have_patched(checkpoint: str, tmp_path: Path) -> None:
