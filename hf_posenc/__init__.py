@@ -9,6 +9,7 @@ from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length, perplexity_by_position
+from hf_posenc.export import export_native
 from hf_posenc.family import DeclaredAttention, Family, register_family
 from hf_posenc.family import families as _families
 from hf_posenc.hub.loading import from_pretrained
@@ -37,6 +38,7 @@ __all__ = [
     "discover",
     "encoding",
     "encodings",
+    "export_native",
     "families",
     "from_pretrained",
     "is_patched",

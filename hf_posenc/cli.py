@@ -1,4 +1,4 @@
-"""The `hf-posenc` command: list, inspect, diagnose, patch, finetune, evaluate, quickstart."""
+"""The `hf-posenc` command: list, inspect, diagnose, patch, finetune, evaluate, export, quickstart."""
 
 from __future__ import annotations
 
@@ -119,6 +119,45 @@ def patch(model: Model, encoding: Encoding, output: Output, options: Options = "
     except (OSError, ValueError) as error:
         print(f"no tokenizer was saved, since {model} has none: {error}")
     print(f"saved to {output}")
+
+
+def _print_routes(asked: bool) -> None:
+    """Print the table of routes and end."""
+    from hf_posenc.export import known_types, ranked
+
+    if not asked:
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("target", "writes", "from", "other engines that run it"):
+        table.add_column(heading, no_wrap=heading == "target")
+    for route in ranked():
+        table.add_row(route.name, route.writes, ", ".join(known_types(route)), route.runs)
+    Console().print(table)
+    raise typer.Exit
+
+
+@app.command()
+def export(
+    model: Model,
+    folder: Annotated[Path, typer.Argument(help="New folder to write to.")],
+    target: Annotated[str | None, typer.Option(help="Route to take; the preferred exact one otherwise.")] = None,
+    length: Annotated[int | None, typer.Option(help="Positions to state, and rows of a table that has to end.")] = None,
+    routes: Annotated[
+        bool, typer.Option("--list", help="Print the routes and exit.", callback=_print_routes, is_eager=True)
+    ] = False,
+) -> None:
+    """Write a patched model as a stock architecture that computes the same, proven in a process without hf_posenc."""
+    from transformers import AutoTokenizer
+
+    import hf_posenc as posenc
+
+    loaded = posenc.from_pretrained(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        tokenizer = None
+        print(f"no tokenizer will be saved, since {model} has none: {error}")
+    print(posenc.export_native(loaded, folder, tokenizer, target=target, length=length))
 
 
 def _fields(options: str) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class CheckpointError(PosencError, OSError):
     """A checkpoint whose weights or position-encoding spec are missing, unexpected or damaged."""
 
 
+class ExportError(PosencError, NotImplementedError):
+    """A patched model that no stock architecture computes, or an export that did not come back as it went out."""
+
+
 class OutputExistsError(PosencError, FileExistsError):
     """An output folder that already holds a result."""
 

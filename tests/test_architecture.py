@@ -36,6 +36,7 @@ FLOORS = [
         "surgery",
         "verify",
         "patching",
+        "export",
         "data collators evaluation",
         "plots",
         "report",
@@ -57,6 +58,7 @@ ENGINE = {
     "surgery",
     "verify",
     "patching",
+    "export",
     "hub",
 }
 MEASURES = {"data", "evaluation", "plots", "report"}  # one code for base and patched model
