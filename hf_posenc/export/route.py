@@ -62,7 +62,7 @@ class Source:
         scaling = getattr(self.encoding, "scaling", None) or {}
         trained = self.geometry.max_position_embeddings
         original = scaling.get("original_max_position_embeddings", trained)
-        own = int(self.config.max_position_embeddings)
+        own = int(getattr(self.config, self.family.length, None) or 0)
         return self.asked or max(own, trained, round(original * scaling.get("factor", 1.0)))
 
     @property
