@@ -51,8 +51,8 @@ def _terms(d: Diagnosis) -> list[str]:
     mixed = share["content_position"] + share["position_content"]
     return [
         f"First layer, exactly: its scores vary because of words with words {share['content_content']:.0%}, words with "
-        f"places {mixed:.0%}, places with places {share['position_position']:.0%}. Only the last can be a matter of "
-        "distance; the mixed part ties words to absolute places."
+        f"places {mixed:.0%}, places with places {share['position_position']:.0%}. All but the first read the table, "
+        "and have nothing to read past its end."
     ]
 
 
@@ -120,9 +120,9 @@ def _moved(d: Diagnosis) -> list[str]:
         f"Moved: the same text {at:,} positions further costs {cost:.2f} nats a token more, which is "
         f"{math.exp(cost):.3g} times the perplexity"
     )
-    if d.shift.usable < (d.max_length or 0):
+    if cost > TOLERATED:
         return [f"{said}. Text stays as good as at the start (within {TOLERATED}) up to position {d.shift.usable:,}."]
-    return [f"{said}, and it recovers towards the end."]
+    return [f"{said}: every position can be used."]
 
 
 def diagnosis_table(found: Sequence[Diagnosis]) -> Table:

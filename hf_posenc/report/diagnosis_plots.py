@@ -52,6 +52,7 @@ def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
         _dress(moved, "The same text at later positions", "positions moved by", "loss in nats a token")
         _dress(shares, "Scores that positions explain", "layer", "% of their variance")
         shares.set_ylim(bottom=0)
+        shares.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         _dress(alike, "How alike places are", "distance in tokens", "cosine")
         _count_in_twos(alike)
         for axes in (moved, shares, alike):
@@ -115,7 +116,7 @@ def _draw_layers(axes: Axes, d: Diagnosis) -> None:
     distance = np.minimum(distance, position)
     axes.bar(layers, distance, color=COLOURS[0], label="by distance alone", width=0.75)
     axes.bar(layers, position - distance, bottom=distance, color=COLOURS[1], label="by absolute place", width=0.75)
-    _dress(axes, "Every layer: scores that positions explain", "layer", "% of the variance of scores")
+    _dress(axes, "Every layer: scores that positions explain", "layer", "% of the variance, random tokens")
     axes.set_xticks(layers[:: -(-len(layers) // 16)])
     axes.set_ylim(0, max(position.max() * 1.3, 5))
     axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
