@@ -121,7 +121,7 @@ def test_a_table_of_zeros_has_no_terms_and_explains_nothing_in_the_first_layer()
     for name in TERMS[1:]:
         assert terms.deviation[name].max() < 1e-12
     torch.testing.assert_close(terms.share["content_content"], torch.ones_like(terms.total))
-    first = effects(model, rows=256)[0]
+    first = effects(model, rows=64)[0]  # so few that chance alone, not taken out, would explain 3 %
     assert abs(share(first)) < 0.01 < share(effects(subject("gpt2"))[0])
     assert first.toeplitz_r2 == [None] * 4
 
