@@ -62,6 +62,10 @@ class OutputExistsError(PosencError, FileExistsError):
     """An output folder that already holds a result."""
 
 
+class OutputError(PosencError, OSError):
+    """An output folder that cannot be written to."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the tail of an error message: the closest known name, or all of them."""
     names = sorted(known)

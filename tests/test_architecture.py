@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # not see each other, nor do families. The public root ("") stands on top.
 FLOORS = [
     *(
-        "errors",
+        "errors provenance",
         "registry positions scaling",
         "config family",
         "rotation",

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_posenc.errors import DataError
+from hf_posenc.evaluation.protocols import PROTOCOLS
 
-_NORMAL_95 = 1.959963984540054  # half-width of the two-sided 95 % interval, in standard errors
-
-
-def versions() -> dict[str, str]:
-    """Return the versions a number depends on: python, torch, transformers and this package."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "hf-posenc"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree
-            found[package] = "not installed"
-    return found
+_TOLERANCE = 0.01  # of the loss at the trained length, within which a longer context still counts as good
+_BY_LENGTH = ("nll_sum", "n_tokens", "n_correct", "origin_nll", "stderr", "interval", "window", "stride", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,35 +21,47 @@ class LengthCurve:
     Attributes:
         name: the model's name.
         lengths: every length asked for, ascending.
-        nll_sum: sum of negative log-likelihoods over all targets, in nats.
-        n_tokens: number of targets scored.
-        stderr: standard error over documents of the mean nats per token (ratio estimator), None for one document.
-        window: the longest window really used: the length, or the longest document where that is shorter.
+        nll_sum: sum of negative log-likelihoods over all scored targets, in nats.
+        n_tokens: number of scored targets; one that a protocol scores twice counts twice.
+        n_correct: how many of them the model would have chosen itself; empty where that was not asked.
+        origin_nll: mean nats as the protocol's origin averages; `nll` where there every token weighs the same.
+        stderr: standard error over documents of `nll` (`intervals.standard_error`), None for one document.
+        interval: 95 % bootstrap interval of `nll` over documents (`intervals.bootstrap`), None for one document.
+        window: the longest window really used, in positions: some protocols count a token that predicts nothing, and
+            the longest document may be shorter than the length.
+        stride: tokens by which windows advance (`protocols.Protocol.stride`).
         refused: why a length has no value.
         trained_length: the length the model's config states it was trained for, None where it states none.
-        protocol, stride, bos_policy: how windows were cut (`evaluation.windows`, `evaluation.documents`).
+        protocol, bos_policy: how windows were cut and averaged (`protocols`), and what stood before them (`documents`).
         n_documents: number of documents with at least one target.
+        n_left_out: documents that were too short.
         n_bytes: UTF-8 bytes of the original texts, None where documents came as token ids. With bos_policy "none" it
             includes the first token of each document, which nothing predicts, so bits per byte are slightly low.
         text_hash: SHA-256 over the documents, whatever their order.
-        dtype: dtype of the model's weights.
-        versions: see `versions`.
+        model_hash: SHA-256 over weights and position encoding (`subject.model_hash`), None for weights out of reach.
+        dtype: dtype of the model's weights; losses are computed in float32 and summed in float64 whatever it is.
+        versions: see `provenance.versions`.
     """
 
     name: str
     lengths: tuple[int, ...]
     nll_sum: Mapping[int, float]
     n_tokens: Mapping[int, int]
+    n_correct: Mapping[int, int]
+    origin_nll: Mapping[int, float]
     stderr: Mapping[int, float | None]
+    interval: Mapping[int, tuple[float, float] | None]
     window: Mapping[int, int]
+    stride: Mapping[int, int]
     refused: Mapping[int, str]
     trained_length: int | None
     protocol: str
-    stride: int | None
     bos_policy: str
     n_documents: int
+    n_left_out: int
     n_bytes: int | None
     text_hash: str
+    model_hash: str | None
     dtype: str
     versions: Mapping[str, str]
 
@@ -75,19 +76,30 @@ class LengthCurve:
         return {length: _exp(nats) for length, nats in self.nll.items()}
 
     @property
+    def origin_ppl(self) -> dict[int, float]:
+        """Perplexity as the protocol's origin reports it, equal to `ppl` where there every token weighs the same."""
+        return {length: _exp(nats) for length, nats in self.origin_nll.items()}
+
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """Share of targets that the model would have chosen itself; empty where that was not asked."""
+        return {length: correct / self.n_tokens[length] for length, correct in self.n_correct.items()}
+
+    @property
     def ppl_interval(self) -> dict[int, tuple[float, float] | None]:
-        """The 95 % interval of the perplexity over documents, None where a single document allows none."""
-        intervals: dict[int, tuple[float, float] | None] = {}
-        for length, nats in self.nll.items():
-            error = self.stderr[length]
-            spread = None if error is None else _NORMAL_95 * error
-            intervals[length] = None if spread is None else (_exp(nats - spread), _exp(nats + spread))
-        return intervals
+        """The 95 % bootstrap interval of the perplexity, None where a single document allows none."""
+        return {
+            length: None if nats is None else (_exp(nats[0]), _exp(nats[1])) for length, nats in self.interval.items()
+        }
 
     @property
     def bits_per_byte(self) -> dict[int, float] | None:
-        """Bits per UTF-8 byte of the text, comparable across tokenizers; None where the texts are not known."""
-        if self.n_bytes is None:
+        """Bits per UTF-8 byte of the text, comparable across tokenizers.
+
+        None where the texts are not known, or where the protocol does not score every target exactly once.
+        """
+        known = PROTOCOLS.get(self.protocol)
+        if self.n_bytes is None or known is None or not known.once:
             return None
         scale = math.log(2) * self.n_bytes
         return {length: total / scale for length, total in self.nll_sum.items()}
@@ -108,9 +120,33 @@ class LengthCurve:
         base = self.nll[reference]
         return {length: _exp(nats - base) for length, nats in self.nll.items()}
 
+    @property
+    def gain(self) -> dict[int, float]:
+        """What context brings: nats per token saved at each length against the shortest one, negative for a loss."""
+        nll = self.nll
+        return {length: nll[min(nll)] - nats for length, nats in nll.items()}
+
+    @property
+    def effective_length(self) -> int | None:
+        """The length up to which context does no harm: the last one before the loss first rises over its tolerance.
+
+        From `reference_length` on, every length up to it has at most 1.01 times the loss at `reference_length`.
+        Measured with protocol "fixed_target", where all lengths score the same targets, this is the effective context
+        length; None where nothing was measured.
+        """
+        nll, reference = self.nll, self.reference_length
+        if reference is None:
+            return None
+        found = reference
+        for length in sorted(length for length in nll if length > reference):
+            if nll[length] > (1 + _TOLERANCE) * nll[reference]:
+                break
+            found = length
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data: the fields, and the derived numbers for whoever reads the file without this class."""
-        derived = ("ppl", "ppl_interval", "bits_per_byte", "ratio")
+        derived = ("ppl", "ppl_interval", "origin_ppl", "accuracy", "bits_per_byte", "ratio", "gain", "effective_length")
         data = asdict(self) | {name: getattr(self, name) for name in derived}
         return {key: _json_ready(value) for key, value in data.items()}
 
@@ -125,9 +161,13 @@ class LengthCurve:
         if missing:
             raise DataError(f"This is no length curve: {', '.join(missing)} missing. Evaluate the model again.")
         values = {field.name: data[field.name] for field in fields(cls)}
-        for name in ("nll_sum", "n_tokens", "stderr", "window", "refused"):
-            values[name] = {int(length): value for length, value in values[name].items()}
+        for name in _BY_LENGTH:
+            values[name] = {int(length): _from_json(value) for length, value in values[name].items()}
         return cls(**(values | {"lengths": tuple(values["lengths"])}))
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _json_ready(value: Any) -> Any:

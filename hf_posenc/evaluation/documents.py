@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,35 +14,81 @@ from hf_posenc.errors import ConfigError, DataError, UnknownNameError, did_you_m
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Documents: TypeAlias = Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor]
+Documents: TypeAlias = (
+    Iterable[str] | Iterable[Sequence[int]] | Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]  # rows of `datasets`
+)
 
 BOS_NONE = "none"
 BOS_PREPEND = "prepend"
-BOS_POLICIES = (BOS_NONE, BOS_PREPEND)
+BOS_EVERY_WINDOW = "every_window"
+BOS_POLICIES = (BOS_NONE, BOS_PREPEND, BOS_EVERY_WINDOW)
+JOINT = "\n\n"  # what joins texts into one stream, as in transformers' guide on perplexity
+
+_SINGLE = "documents must be a list of documents, and this is a single one: put it into a list."
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """`documents` are 1-D int64 CPU tensors of at least two ids, BOS included where it was asked for.
+    """Documents ready to be measured.
 
-    `n_bytes` counts the UTF-8 bytes of the original texts, None for documents that came as ids. `digest` identifies
-    the documents whatever their order.
+    Attributes:
+        documents: 1-D int64 CPU tensors of at least two ids, BOS included where it was asked for.
+        digests: SHA-256 of each.
+        n_bytes: UTF-8 bytes of the original texts, None for documents that came as ids.
+        n_sources: number of original documents, more than `documents` where they were joined.
+        n_left_out: documents that were too short to have a target.
+        bos_policy: which tokens stand before which targets.
+        bos: the BOS token's id where the policy needs one.
     """
 
     documents: list[torch.Tensor]
+    digests: list[str]
     n_bytes: int | None
-    digest: str
+    n_sources: int
+    n_left_out: int
     bos_policy: str
+    bos: int | None
 
     @property
-    def n_targets(self) -> int:
-        """Number of tokens that some earlier token predicts."""
-        return sum(len(ids) - 1 for ids in self.documents)
+    def digest(self) -> str:
+        """SHA-256 over the documents, whatever their order."""
+        return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in sorted(self.digests))).hexdigest()
+
+    @property
+    def id_digests(self) -> list[str]:
+        """SHA-256 of each document's token ids, which depend on the tokenizer as `digests` of texts do not."""
+        return [hashlib.sha256(ids.numpy().tobytes()).hexdigest() for ids in self.documents]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of targets of each document: tokens that some earlier token predicts."""
+        return [len(ids) - 1 for ids in self.documents]
 
     @property
     def longest(self) -> int:
         """Number of targets of the longest document."""
-        return max(len(ids) for ids in self.documents) - 1
+        return max(self.sizes)
+
+    def filling(self, length: int) -> Corpus:
+        """Return the documents with at least `length` targets.
+
+        Raises:
+            DataError: there are none.
+        """
+        kept = [index for index, size in enumerate(self.sizes) if size >= length]
+        if not kept:
+            raise DataError(
+                f"No document has {length + 1} tokens (the longest has {self.longest + 1}), which length {length} "
+                "needs. Give longer documents or a smaller length."
+            )
+        return replace(
+            self,
+            documents=[self.documents[index] for index in kept],
+            digests=[self.digests[index] for index in kept],
+            n_bytes=None,
+            n_sources=len(kept),
+            n_left_out=self.n_left_out + len(self.documents) - len(kept),
+        )
 
 
 def prepare(
@@ -52,11 +98,13 @@ def prepare(
     bos_policy: str,
     bos_token_id: int | None,
     vocab_size: int | None,
+    joined: bool = False,
 ) -> Corpus:
     """Check documents, tokenise texts, put BOS in front where asked, and leave out documents without any target.
 
     Texts are tokenised without special tokens, so that `bos_policy` alone decides what stands in front. A document
-    that already begins with BOS is not given a second one.
+    that already begins with BOS is not given a second one. A stream of documents is read once; only ids are kept.
+    Joined documents become one: texts with an empty line between them, token ids without anything.
 
     Raises:
         DataError: no documents, texts without a tokenizer, ids outside the vocabulary, or all documents too short.
@@ -64,32 +112,66 @@ def prepare(
         UnknownNameError: no such `bos_policy`.
     """
     prefix = _bos_prefix(bos_policy, tokenizer, bos_token_id)
-    if isinstance(documents, (str, torch.Tensor)) or (len(documents) > 0 and isinstance(documents[0], int)):
-        raise DataError("documents must be a list of documents, and this is a single one: put it into a list.")
-    if len(documents) == 0:
-        raise DataError("There are no documents to evaluate on. Give at least one.")
+    if isinstance(documents, (str, torch.Tensor, Mapping)):
+        raise DataError(_SINGLE)
+    contents: list[Any] | Iterator[Any] = map(_content, documents)
+    n_sources = 1
+    if joined:
+        contents, n_sources = _joined(list(contents))
     rows: list[torch.Tensor] = []
-    digests: list[bytes] = []
-    n_bytes = 0
-    for index, document in enumerate(documents):
-        ids = _token_ids(document, index, tokenizer)
+    digests: list[str] = []
+    n_bytes = index = 0
+    texts = True
+    for index, document in enumerate(contents, start=1):
+        ids = _token_ids(document, index - 1, tokenizer)
         if prefix is not None and (len(ids) == 0 or int(ids[0]) != prefix):
             ids = torch.cat([torch.tensor([prefix]), ids])
         if len(ids) < 2:
             continue
-        _check_vocabulary(ids, index, vocab_size)
+        _check_vocabulary(ids, index - 1, vocab_size)
         raw = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else ids.numpy().tobytes()
+        texts = texts and isinstance(document, str)
         n_bytes += len(raw)
-        digests.append(hashlib.sha256(raw).digest())
+        digests.append(hashlib.sha256(raw).hexdigest())
         rows.append(ids)
+    if index == 0:
+        raise DataError("There are no documents to evaluate on. Give at least one.")
     if not rows:
         raise DataError(
-            f"All {len(documents)} documents are too short: a perplexity needs two tokens (one to predict the other). "
+            f"All {index} documents are too short: a perplexity needs two tokens (one to predict the other). "
             f"Give longer documents, or bos_policy={BOS_PREPEND!r} for documents of a single token."
         )
-    texts = all(isinstance(document, str) for document in documents)
-    digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    return Corpus(documents=rows, n_bytes=n_bytes if texts else None, digest=digest, bos_policy=bos_policy)
+    return Corpus(
+        documents=rows,
+        digests=digests,
+        n_bytes=n_bytes if texts else None,
+        n_sources=n_sources if joined else len(rows),
+        n_left_out=index - len(rows),
+        bos_policy=bos_policy,
+        bos=prefix,
+    )
+
+
+def _content(document: Any) -> Any:
+    """Return what a document holds: itself, or the text or ids of a row of a dataset."""
+    if isinstance(document, int) and not isinstance(document, bool):
+        raise DataError(_SINGLE)
+    if not isinstance(document, Mapping):
+        return document
+    for column in ("text", "input_ids"):
+        if column in document:
+            return document[column]
+    raise DataError(f"A row has no column 'text' or 'input_ids' (it has {', '.join(map(str, document))}).")
+
+
+def _joined(contents: list[Any]) -> tuple[list[Any], int]:
+    """Return all documents as a single one, and how many there were."""
+    if contents and all(isinstance(content, str) for content in contents):
+        return [JOINT.join(contents)], len(contents)
+    if any(isinstance(content, str) for content in contents):
+        raise DataError("Texts and token ids cannot be joined into one stream: give one kind.")
+    ids = [_token_ids(content, index, None) for index, content in enumerate(contents)]
+    return ([torch.cat(ids)] if ids else []), len(contents)
 
 
 def _bos_prefix(bos_policy: str, tokenizer: PreTrainedTokenizerBase | None, bos_token_id: int | None) -> int | None:

@@ -13,23 +13,25 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_posenc.errors import ConfigError, DataError, LengthError
-from hf_posenc.evaluation.curve import versions
 from hf_posenc.evaluation.documents import BOS_NONE, Documents
+from hf_posenc.evaluation.intervals import bootstrap
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
 from hf_posenc.evaluation.subject import (
     check_batch_size,
     check_lengths,
     dtype_name,
+    model_hash,
     model_name,
     position_refusal,
     prepare_for,
     trained_length,
 )
+from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RESAMPLES = 1000
+_TOLERANCE = 0.01  # of the loss at the trained length
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
 
@@ -44,7 +46,7 @@ class PositionCurve:
         nll: mean nats per target of each bin, over all documents.
         low, high: 95 % interval of `nll`, by resampling documents with a fixed seed; None for a single document.
         n_documents: documents long enough to fill the window; shorter ones are left out.
-        trained_length, bos_policy, text_hash, dtype, versions: as in `LengthCurve`.
+        trained_length, bos_policy, text_hash, model_hash, dtype, versions: as in `LengthCurve`.
     """
 
     name: str
@@ -57,6 +59,7 @@ class PositionCurve:
     trained_length: int | None
     bos_policy: str
     text_hash: str
+    model_hash: str | None
     dtype: str
     versions: Mapping[str, str]
 
@@ -64,6 +67,23 @@ class PositionCurve:
     def ppl(self) -> tuple[float, ...]:
         """Perplexity of each bin."""
         return tuple(float(value) for value in np.exp(self.nll))
+
+    @property
+    def effective_length(self) -> int | None:
+        """The last position before the loss first rises 1 % over its value at the trained length.
+
+        The value at the trained length is that of the last bin within it. Positions of different text are compared
+        here; `LengthCurve.effective_length` with protocol "fixed_target" compares the same text and is less noisy.
+        None where the config states no trained length or the window does not reach it.
+        """
+        within = [index for index, edge in enumerate(self.edges[1:]) if edge <= (self.trained_length or 0)]
+        if not within or self.length < (self.trained_length or 0):
+            return None
+        reference = within[-1]
+        for index in range(reference + 1, len(self.nll)):
+            if self.nll[index] > (1 + _TOLERANCE) * self.nll[reference]:
+                return self.edges[index]
+        return self.length
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -122,30 +142,28 @@ def perplexity_by_position(
     check_batch_size(batch_size)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"seed must be an integer of at least 0; got {seed!r}.")
-    corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy)
-    rows = [ids[: length + 1] for ids in corpus.documents if len(ids) > length]
-    if not rows:
-        raise DataError(
-            f"No document has {length + 1} tokens (the longest has {corpus.longest + 1}), which length {length} needs. "
-            "Give longer documents or a smaller length."
-        )
+    corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy).filling(length)
+    # by content, so that resampling draws the same documents whatever their order
+    order = sorted(range(len(corpus.documents)), key=corpus.digests.__getitem__)
+    rows = [corpus.documents[index][: length + 1] for index in order]
     if reason := position_refusal(model, length):
         raise LengthError(f"length={length}: {reason}.")
     edges = log_bins(length)
     sums = _bin_sums(model, rows, edges, batch_size)  # (documents, bins)
     widths = np.diff(edges)
-    low, high = _interval(sums / widths, seed)
+    ends = bootstrap(sums / widths, np.ones(len(rows)), seed=seed) if len(rows) > 1 else None
     return PositionCurve(
         name=name or model_name(model),
         length=length,
         edges=edges,
         nll=tuple((sums.mean(axis=0) / widths).tolist()),
-        low=low,
-        high=high,
+        low=None if ends is None else tuple(ends[0].tolist()),
+        high=None if ends is None else tuple(ends[1].tolist()),
         n_documents=len(rows),
         trained_length=trained_length(model),
         bos_policy=bos_policy,
         text_hash=corpus.digest,
+        model_hash=model_hash(model),
         dtype=dtype_name(model),
         versions=versions(),
     )
@@ -165,12 +183,3 @@ def _bin_sums(model: nn.Module, rows: list[torch.Tensor], edges: tuple[int, ...]
             bar.update(nats.size)
     return np.concatenate(sums)
 
-
-def _interval(means: np.ndarray, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]] | tuple[None, None]:
-    """Return the 2.5 % and 97.5 % quantiles of the mean over resampled documents, bin by bin."""
-    n = len(means)
-    if n < 2:
-        return None, None
-    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_RESAMPLES)  # (resamples, documents)
-    low, high = np.quantile(counts @ means / n, [0.025, 0.975], axis=0)
-    return tuple(low.tolist()), tuple(high.tolist())

@@ -64,7 +64,7 @@ class Scorer:
 
     def __init__(self, model: nn.Module, probe: torch.Tensor) -> None:
         self._model = model
-        self._device = _device_of(model)
+        self._device = device_of(model)
         self._head = _output_head(model)
         probe = probe[:_PROBE_TOKENS].to(self._device)[None]  # (1, n)
         logits = self._logits(probe)
@@ -147,7 +147,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Return where token ids must lie: beside the input embedding, which may differ from the other weights."""
     find = getattr(model, "get_input_embeddings", None)
     embedding = find() if find is not None else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from hf_posenc.errors import ConfigError
@@ -30,27 +33,42 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def prepare_for(
-    model: nn.Module, documents: Documents, *, tokenizer: PreTrainedTokenizerBase | None, bos_policy: str
+    model: nn.Module,
+    documents: Documents,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    bos_policy: str,
+    joined: bool = False,
 ) -> Corpus:
     """Return `documents` checked against this model's vocabulary and BOS token (`documents.prepare`)."""
-    find = getattr(model, "get_input_embeddings", None)
-    embedding = find() if find is not None else None
     return prepare(
         documents,
         tokenizer=tokenizer,
         bos_policy=bos_policy,
-        bos_token_id=getattr(_text_config(model), "bos_token_id", None),
-        vocab_size=getattr(embedding, "num_embeddings", None),
+        bos_token_id=getattr(text_config(model), "bos_token_id", None),
+        vocab_size=vocab_size(model),
+        joined=joined,
     )
+
+
+def vocab_size(model: nn.Module) -> int | None:
+    """Return how many tokens the model's input embedding knows, None where it has none."""
+    find = getattr(model, "get_input_embeddings", None)
+    embedding = find() if find is not None else None
+    return getattr(embedding, "num_embeddings", None)
 
 
 def position_refusal(model: nn.Module, length: int) -> str | None:
     """Return why the model cannot take `length` positions, None where no table of positions stops it."""
-    unwrap = getattr(model, "get_base_model", None)  # a PEFT wrapper hides where the table is
-    limit = max_length(model if unwrap is None else unwrap())
+    limit = _limit(model)
     if limit is None or length <= limit:
         return None
     return f"no position {limit + 1}: learned table has {limit} rows for positions"
+
+
+def _limit(model: nn.Module) -> int | None:
+    unwrap = getattr(model, "get_base_model", None)  # a PEFT wrapper hides where the table is
+    return max_length(model if unwrap is None else unwrap())
 
 
 def model_name(model: nn.Module) -> str:
@@ -66,14 +84,35 @@ def dtype_name(model: nn.Module) -> str:
 
 def trained_length(model: nn.Module) -> int | None:
     """Return the length the config says the model was trained for: the original one where a scaling records it."""
-    config = _text_config(model)
+    config = text_config(model)
     rope = getattr(config, "rope_parameters", None)
     scaled = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
     original = getattr(config, "original_max_position_embeddings", None) or scaled
-    stated = original or getattr(config, "max_position_embeddings", None)
-    return int(stated) if isinstance(stated, (int, float)) and stated > 0 else None
+    stated = original or getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if not isinstance(stated, (int, float)) or stated <= 0:
+        return None
+    limit = _limit(model)  # RoBERTa's config counts the rows before position 0
+    return int(stated) if limit is None else min(int(stated), limit)
 
 
-def _text_config(model: nn.Module) -> Any:
+def model_hash(model: nn.Module) -> str | None:
+    """Return a SHA-256 over what a model computes with: names and bytes of its weights, and its position encoding.
+
+    None where weights lie out of reach (on the meta device, offloaded).
+    """
+    digest = hashlib.sha256()
+    config = getattr(model, "config", None)
+    positions = {name: getattr(config, name, None) for name in ("posenc", "rope_parameters")}
+    digest.update(json.dumps(positions, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(weight, torch.Tensor) or weight.is_meta:
+            return None
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the config of the model's text side, None where it has no config."""
     config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config.gettext_config() if hasattr(config, "gettext_config") else config

@@ -2,12 +2,12 @@
 
 A sequence of `n + 1` tokens has `n` targets: input `i` predicts token `i + 1`. Windows count *inputs*, so a window of
 length L uses exactly the positions 0 .. L-1 and has up to L targets, the last of which lies one token past its inputs.
-Therefore every target is scored exactly once for every length and stride, also across the borders of windows that do
-not overlap, and the token count is the same for all of them. The first token of a sequence is never a target; a BOS
-token prepended to a document makes its first token one.
+Therefore `sliding`, `nonoverlapping` and `rolling` score every target exactly once for every length and stride, also
+across the borders of windows, and the token count is the same for all of them. The first token of a sequence is never a
+target; a BOS token prepended to a document makes its first token one.
 
-Windows begin at multiples of the stride, and the last one may be short, as in transformers' guide on perplexity;
-lm-evaluation-harness moves the last window back instead to give it full context, which changes the numbers of tails.
+`hf_docs` and `longlora` count *tokens*, as their origins do: a window of length L has L - 1 inputs that predict
+something. `evaluation.protocols` says which protocol uses which cut.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hf_posenc.errors import ConfigError, UnknownNameError, did_you_mean
-
-NONOVERLAPPING = "nonoverlapping"
-SLIDING = "sliding"
-PROTOCOLS = (NONOVERLAPPING, SLIDING)
-
 
 class Window(NamedTuple):
-    """Inputs `begin .. end-1` go through the model; the targets of the last `scored` of them count."""
+    """Inputs `begin .. end-1` go through the model; the targets of the last `scored` of them count.
+
+    `weight` is what the window's mean loss counts in the mean that the origin of the cut reports: `scored` where every
+    token weighs the same.
+    """
 
     begin: int
     end: int
     scored: int
+    weight: int
 
 
-def nonoverlapping(n_targets: int, length: int) -> Iterator[Window]:
-    """Yield disjoint windows of `length` inputs, each without any context from before it.
+def nonoverlapping(n_targets: int, length: int, stride: int = 0) -> Iterator[Window]:
+    """Yield disjoint windows of `length` inputs, each without any context from before it; `stride` is not read.
 
     Its perplexity falls with the length even for a model that ignores distant tokens, because fewer targets stand at
     the start of a window with little context; read it beside `sliding` (Press et al. 2022, appendix B).
@@ -49,32 +48,65 @@ def sliding(n_targets: int, length: int, stride: int) -> Iterator[Window]:
     begin = done = 0
     while done < n_targets:
         end = min(begin + length, n_targets)
-        yield Window(begin, end, end - done)
+        yield Window(begin, end, end - done, end - done)
         begin, done = begin + stride, end
 
 
-def check_protocol(protocol: str, stride: int | None, lengths: list[int]) -> None:
-    """Refuse a protocol and stride that do not define windows for all of these lengths.
+def rolling(n_targets: int, length: int, stride: int = 0) -> Iterator[Window]:
+    """Yield disjoint windows, the last one moved back so that it has its full length; `stride` is not read.
 
-    Raises:
-        UnknownNameError: no such protocol.
-        ConfigError: a stride that is missing, useless or longer than the shortest length.
+    lm-evaluation-harness, `get_rolling_token_windows` with one token of context. For 10 targets and length 4:
+    (0, 4, 4) (4, 8, 4) (6, 10, 2).
     """
-    if protocol not in PROTOCOLS:
-        raise UnknownNameError(f"No protocol {protocol!r}: {did_you_mean(protocol, PROTOCOLS)}")
-    if protocol == NONOVERLAPPING:
-        if stride is not None:
-            raise ConfigError(f"stride={stride} means nothing for {NONOVERLAPPING!r}; use protocol={SLIDING!r}.")
-        return
-    if stride is None:
-        raise ConfigError(f"protocol={SLIDING!r} needs stride=, from 1 (slowest, most context) to the length.")
-    if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= min(lengths):
-        raise ConfigError(
-            f"stride={stride!r} must be an integer from 1 to the shortest length, {min(lengths)}: "
-            "a longer stride would leave targets unscored."
-        )
+    for done in range(0, n_targets, length):
+        end = min(done + length, n_targets)
+        yield Window(max(0, end - length), end, end - done, end - done)
 
 
-def windows(protocol: str, n_targets: int, length: int, stride: int | None) -> Iterator[Window]:
-    """Yield the windows of a checked protocol (`check_protocol`) for one sequence."""
-    return sliding(n_targets, length, length if stride is None else stride)
+def hf_docs(n_targets: int, length: int, stride: int) -> Iterator[Window]:
+    """Yield the windows of transformers' guide "Perplexity of fixed-length models", `length` counting tokens.
+
+    The guide counts a window's targets as the tokens no earlier window held, takes the mean loss over those that
+    something in the window predicts, and weighs it by one less than the count. So every window after the first weighs
+    one token too little, and without overlap the first token of each window is never scored.
+    """
+    n_tokens = n_targets + 1
+    begin = done = 0
+    while done < n_tokens:
+        end = min(begin + length, n_tokens)
+        fresh = end - done
+        scored = min(fresh, end - begin - 1)
+        if scored:
+            yield Window(begin, end - 1, scored, fresh - 1)
+        begin, done = begin + stride, end
+
+
+def window_means(n_targets: int, length: int, stride: int) -> Iterator[Window]:
+    """Yield the windows of `sliding` whose means all weigh the same (YaRN, `eval/perplexity.py`).
+
+    The first window has `length` targets and later ones `stride`, yet each counts once: the mean leans towards the
+    tail of documents, the more so the longer the window. `length` counts the tokens of a window, BOS included, the last
+    of which predicts nothing.
+    """
+    for window in sliding(n_targets, length - 1, stride):
+        yield window._replace(weight=1)
+
+
+def longlora(n_targets: int, length: int, stride: int) -> Iterator[Window]:
+    """Yield overlapping windows of `length` tokens that score all they can (LongLoRA, `eval.py`).
+
+    A target is scored once in every window that holds it, and most of them see it early, with little context. The last
+    window that fits is left out, and so is what follows it.
+    """
+    for begin in range(0, n_targets + 1 - length, stride)[:-1]:
+        yield Window(begin, begin + length - 1, length - 1, length - 1)
+
+
+def fixed_target(n_targets: int, length: int, stride: int) -> Iterator[Window]:
+    """Yield one window: the last `length` inputs of the sequence, scoring the last `stride` targets.
+
+    The targets are the same for every length; only the context before them grows (Kazemnejad et al. 2023, appendix F).
+    """
+    begin = max(0, n_targets - length)
+    scored = min(stride, n_targets - begin)
+    yield Window(begin, n_targets, scored, scored)

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from hf_posenc.errors import DataError, OutputExistsError
 from hf_posenc.evaluation import LengthCurve
-from hf_posenc.evaluation.curve import versions
 from hf_posenc.plots import plot_lengths
+from hf_posenc.provenance import versions
 
 RESULT_NAME = "result.json"
 PLOT_NAME = "perplexity.png"

@@ -25,7 +25,7 @@ from tests.evaluation.models import SMALL, gpt2, random_documents
         ([[5, 6]], {"lengths": [8, 0]}, ConfigError, "positive integers"),
         ([[5, 6]], {"lengths": [8.0]}, ConfigError, "positive integers"),
         ([[5, 6]], {"batch_size": 0}, ConfigError, "batch_size"),
-        ([[5, 6]], {"protocol": "sliding", "stride": 9}, ConfigError, "shortest length, 8"),
+        ([[5, 6]], {"protocol": "sliding", "stride": 9}, ConfigError, "shortest length holds, 8"),
         ([[5, 6]], {"protocol": "overlapping"}, UnknownNameError, "did you mean 'nonoverlapping'"),
         ([[5, 6]], {"bos_policy": "prepended"}, UnknownNameError, "did you mean 'prepend'"),
     ],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length
-from hf_posenc.evaluation.perplexity import DocumentScore, _standard_error
+from hf_posenc.evaluation.intervals import bootstrap, standard_error
 from tests.evaluation.models import curve_of, gpt2, random_documents
 
 
@@ -23,12 +24,26 @@ def test_tokens_weigh_the_same_whatever_their_window() -> None:
 
 
 def test_the_standard_error_is_that_of_the_ratio() -> None:
-    scores = [DocumentScore(0, 10.0, 5), DocumentScore(1, 12.0, 4), DocumentScore(2, 3.0, 3)]
+    sums, counts = np.array([10.0, 12.0, 3.0]), np.array([5.0, 4.0, 3.0])
     mean = 25 / 12
     residuals = torch.tensor([10 - 5 * mean, 12 - 4 * mean, 3 - 3 * mean], dtype=torch.float64)
     expected = math.sqrt(3) * residuals.std().item() / 12  # the residuals sum to zero, so std() is about their mean
-    assert _standard_error(scores) == pytest.approx(expected, rel=1e-12)
-    assert _standard_error(scores[:1]) is None
+    assert standard_error(sums, counts) == pytest.approx(expected, rel=1e-12)
+    assert standard_error(sums[:1], counts[:1]) is None
+    assert bootstrap(sums[:1], counts[:1]) is None
+
+
+def test_the_bootstrap_is_as_wide_as_the_standard_error_says() -> None:
+    generator = np.random.default_rng(5)
+    counts = generator.integers(20, 200, size=400).astype(float)
+    sums = counts * 3.0 + generator.normal(size=400) * np.sqrt(counts)
+    ends = bootstrap(sums, counts)
+    error = standard_error(sums, counts)
+    assert ends is not None
+    assert error is not None
+    mean = sums.sum() / counts.sum()
+    assert ends[0] == pytest.approx(mean - 1.96 * error, abs=0.3 * error)
+    assert ends[1] == pytest.approx(mean + 1.96 * error, abs=0.3 * error)
 
 
 def test_json_gives_the_same_curve_back() -> None:
@@ -47,3 +62,19 @@ def test_the_ratio_is_to_the_longest_length_in_range() -> None:
     assert curve.ratio == {8: pytest.approx(math.e), 64: 1.0, 128: pytest.approx(math.e**2)}
     beyond = curve_of(nll_sum={128: 30.0, 256: 40.0}, n_tokens={128: 10, 256: 10})
     assert beyond.ratio == {128: 1.0, 256: pytest.approx(math.e)}
+
+
+def test_the_gain_is_against_the_shortest_length_and_the_effective_length_stops_at_the_first_rise() -> None:
+    sums = {32: 35.0, 64: 30.0, 128: 30.2, 256: 29.0, 512: 31.0, 1024: 28.0}
+    curve = curve_of(nll_sum=sums, n_tokens=dict.fromkeys(sums, 10))
+    assert curve.reference_length == 64
+    assert curve.effective_length == 256  # 512 is 3 % worse than 64; that 1024 is good again does not help
+    assert curve.gain[32] == 0.0
+    assert curve.gain[256] == pytest.approx(0.6)
+    assert curve_of(nll_sum={}, n_tokens={}).effective_length is None
+
+
+def test_bits_per_byte_need_every_target_once() -> None:
+    values = {"nll_sum": {8: 20.0}, "n_tokens": {8: 10}, "n_bytes": 40}
+    assert curve_of(**values, protocol="lm_eval_rolling").bits_per_byte is not None
+    assert curve_of(**values, protocol="longlora").bits_per_byte is None

@@ -1,0 +1,103 @@
+"""Scores of documents on disk while a run goes on, so that a run that was stopped goes on where it was.
+
+One line of JSON a document and length, in one file a process. A line is valid for a `run` only: what was measured, with
+which protocol, on which model. Lines of other runs, and a last line that was torn when the process was killed, are
+passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.errors import OutputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentScore:
+    """What one document contributes.
+
+    Attributes:
+        index: its place in the corpus.
+        nll: nats over all its scored targets.
+        n_tokens: number of them.
+        weighted, weight: its windows' means times their weights, and the weights, as the protocol's origin has them.
+        n_correct: targets that the model would have chosen itself; None where that was not asked.
+    """
+
+    index: int
+    nll: float
+    n_tokens: int
+    weighted: float
+    weight: float
+    n_correct: int | None = None
+
+
+class PartialScores:
+    """The scores of one run in `folder`, read when made, appended to by `keep`.
+
+    Args:
+        folder: where they lie; made where need be. None keeps nothing.
+        run: everything that the scores depend on, documents and lengths apart.
+        process: index of this process, which writes a file of its own.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path | str | None, run: dict[str, Any], *, process: int = 0) -> None:
+        self._run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+        self._file: Path | None = None
+        self._known: dict[tuple[int, str], dict[str, Any]] = {}
+        if folder is None:
+            return
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = folder / f"scores-{process}.jsonl"
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write("\n")  # ends a line that was torn
+        except OSError as error:
+            raise OutputError(f"{folder} cannot be written to: {error}. Give another folder.") from error
+        for path in sorted(folder.glob("scores-*.jsonl")):
+            self._read(path)
+
+    def known(self, length: int, digest: str, index: int) -> DocumentScore | None:
+        """Return the kept score of the document with this digest, None where there is none."""
+        values = self._known.get((length, digest))
+        return None if values is None else DocumentScore(**(values | {"index": index}))
+
+    def keep(self, length: int, scores: Iterable[tuple[str, DocumentScore]]) -> None:
+        """Append the scores of documents, given with their digests."""
+        if self._file is None:
+            return
+        lines = (
+            json.dumps({"run": self._run, "length": length, "document": digest, "score": asdict(score)}) + "\n"
+            for digest, score in scores
+        )
+        with self._file.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    def _read(self, path: Path) -> None:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                    if row["run"] == self._run:
+                        self._known[row["length"], row["document"]] = row["score"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+
+
+def discard(folder: Path | str) -> None:
+    """Remove the partial scores of a run that is complete, and their folder if nothing else is in it."""
+    folder = Path(folder)
+    for path in folder.glob("scores-*.jsonl"):
+        path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
