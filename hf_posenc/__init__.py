@@ -8,7 +8,12 @@ from hf_posenc.encodings.nope import NoPE
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import LengthCurve, perplexity_by_length, perplexity_by_position
+from hf_posenc.evaluation import (
+    LengthCurve,
+    masked_perplexity_by_length,
+    perplexity_by_length,
+    perplexity_by_position,
+)
 from hf_posenc.export import export_native
 from hf_posenc.family import DeclaredAttention, Family, register_family
 from hf_posenc.family import families as _families
@@ -42,6 +47,7 @@ __all__ = [
     "families",
     "from_pretrained",
     "is_patched",
+    "masked_perplexity_by_length",
     "max_length",
     "patch",
     "perplexity_by_length",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,8 @@ from hf_posenc.evaluation import LengthCurve, PositionCurve
 # Okabe and Ito's palette, without the yellow that vanishes on white; markers tell the lines apart in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
 _MARKERS = ("o", "s", "D", "^", "v", "P", "h")
+_DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+_DASH_NAMES = ("solid", "dashed", "dotted", "dash-dotted")
 STYLE: Any = {  # matplotlib types the keys one by one
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -45,22 +47,25 @@ def plot_lengths(
     """Draw perplexity against window length on log axes into a PNG and return its path.
 
     One line a model with its 95 % band over documents; the trained lengths are marked; a model that cannot go further
-    ends in a cross that says where.
+    ends in a cross that says where. Of several protocols the last is drawn solid, the others broken, in the model's
+    colour.
     """
+    colours = {name: index for index, name in enumerate(dict.fromkeys(curve.name for curve in curves))}
+    protocols = list(dict.fromkeys(curve.protocol for curve in curves))[::-1]
     with rc_context(STYLE):
         figure, axes = _canvas()
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        for index, curve in enumerate(curves):
-            _draw_lengths(axes, curve, index)
+        for curve in curves:
+            _draw_lengths(axes, curve, colours[curve.name], _DASHES[protocols.index(curve.protocol) % len(_DASHES)])
         _length_axis(axes, sorted({length for curve in curves for length in curve.lengths}))
         _value_axis(axes)
         _mark_trained(axes, sorted({curve.trained_length for curve in curves if curve.trained_length}))
         axes.set_title(title, pad=24)
-        axes.text(0, 1.03, _subtitle(curves), transform=axes.transAxes, color=GREY, fontsize=9)
+        axes.text(0, 1.03, _subtitle(curves, protocols), transform=axes.transAxes, color=GREY, fontsize=9)
         axes.set_xlabel("window length in tokens")
         axes.set_ylabel("perplexity (lower is better)")
-        _label_lines(figure, axes, _ends(curves))
+        _label_lines(figure, axes, _ends([curve for curve in curves if curve.protocol == protocols[0]], colours))
         return _save(figure, path)
 
 
@@ -108,18 +113,17 @@ def _canvas() -> tuple[Figure, Axes]:
 _End = tuple[float, float, str, str, bool]
 
 
-def _draw_lengths(axes: Axes, curve: LengthCurve, index: int) -> None:
+def _draw_lengths(axes: Axes, curve: LengthCurve, index: int, dashes: Any) -> None:
     lengths = sorted(curve.ppl)
     colour = COLOURS[index % len(COLOURS)]
     marker = _MARKERS[index % len(_MARKERS)]
     values = [curve.ppl[length] for length in lengths]
     if not values:
         return
-    axes.plot(
-        lengths, values, color=colour, marker=marker, markersize=5.5, linewidth=2, markeredgecolor="white", zorder=3
-    )
+    look: Any = {"color": colour, "marker": marker, "markeredgecolor": "white", "linestyle": dashes}
+    axes.plot(lengths, values, **look, markersize=5.5, linewidth=2, zorder=3)
     bands = [(length, *band) for length in lengths if (band := curve.ppl_interval[length]) is not None]
-    if bands:
+    if bands and dashes == _DASHES[0]:
         at, low, high = zip(*bands, strict=True)
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
     if _stops(curve):
@@ -131,26 +135,27 @@ def _stops(curve: LengthCurve) -> bool:
     return bool(curve.ppl) and max(curve.refused, default=0) > max(curve.ppl)
 
 
-def _ends(curves: Sequence[LengthCurve]) -> list[_End]:
+def _ends(curves: Sequence[LengthCurve], colours: Mapping[str, int]) -> list[_End]:
     last = max(length for curve in curves for length in curve.lengths)
     ends: list[_End] = []
-    for index, curve in enumerate(curves):
+    for curve in curves:
         if not curve.ppl:
             continue
         at = max(curve.ppl)
         text = f"{curve.name}: stops at {at:,}" if _stops(curve) else curve.name
-        ends.append((at, curve.ppl[at], text, COLOURS[index % len(COLOURS)], at == last))
+        ends.append((at, curve.ppl[at], text, COLOURS[colours[curve.name] % len(COLOURS)], at == last))
     return ends
 
 
-def _subtitle(curves: Sequence[LengthCurve]) -> str:
+def _subtitle(curves: Sequence[LengthCurve], protocols: Sequence[str]) -> str:
     first = curves[0]
-    cut = "windows without overlap" if first.stride is None else f"windows sliding by {first.stride:,} tokens"
+    lines = zip(protocols, _DASH_NAMES * len(protocols), strict=False)
+    parts = [f"{dashes}: {protocol}" for protocol, dashes in lines] if len(protocols) > 1 else list(protocols)
     counts = [count for curve in curves for count in curve.n_tokens.values()]
     banded = any(error is not None for curve in curves for error in curve.stderr.values())
-    parts = [cut, f"{max(counts, default=0):,} tokens in {first.n_documents:,} documents"]
+    parts += [f"{max(counts, default=0):,} tokens in {first.n_documents:,} documents"]
     parts += ["bands: 95 % over documents"] if banded else []
-    none = [curve.name for curve in curves if not curve.ppl]
+    none = dict.fromkeys(curve.name for curve in curves if not curve.ppl)
     parts += [f"no value: {', '.join(none)}"] if none else []
     return " · ".join(parts)
 

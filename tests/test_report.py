@@ -16,7 +16,7 @@ from matplotlib import image
 from rich.console import Console, Group
 
 from hf_posenc import plots, report
-from hf_posenc.errors import DataError, OutputExistsError
+from hf_posenc.errors import DataError, OutputError, OutputExistsError
 from hf_posenc.evaluation import LengthCurve, PositionCurve
 from tests.evaluation.models import curve_of
 
@@ -31,6 +31,8 @@ def curve(name: str, ppl: dict[int, float], **more: object) -> LengthCurve:
         "nll_sum": {length: 1000 * math.log(value) for length, value in ppl.items()},
         "n_tokens": dict.fromkeys(ppl, 1000),
         "stderr": dict.fromkeys(ppl, 0.05),
+        "origin_nll": {length: math.log(value) for length, value in ppl.items()},
+        "interval": {length: (math.log(value) - 0.1, math.log(value) + 0.1) for length, value in ppl.items()},
         "window": {length: length for length in ppl},
         "trained_length": 128,
     }
@@ -74,13 +76,52 @@ def test_a_window_shorter_than_the_length_is_said() -> None:
     assert "no document is longer than 200 tokens" in text
 
 
-@pytest.mark.parametrize(("field", "value"), [("protocol", "sliding"), ("stride", 4), ("text_hash", "1")])
+@pytest.mark.parametrize(("field", "value"), [("bos_policy", "prepend"), ("stride", {128: 4}), ("text_hash", "1")])
 def test_curves_measured_differently_do_not_stand_side_by_side(
     curves: list[LengthCurve], field: str, value: object
 ) -> None:
     changed = dataclasses.replace(curves[1], **{field: value})  # type: ignore[arg-type]
     with pytest.raises(DataError, match=f"differ in {field}"):
         report.length_table([curves[0], changed])
+
+
+def test_protocols_stand_side_by_side_on_the_same_texts_only(curves: list[LengthCurve]) -> None:
+    sliding = [
+        dataclasses.replace(item, protocol="sliding", stride={length: length // 2 for length in item.ppl})
+        for item in curves
+    ]
+    text = rendered(report.length_table([*curves, *sliding]))
+    assert text.count("nonoverlapping") == text.count(" sliding ") - 1 == 2  # once more in a note
+    assert "windows sliding by 64 to 256 tokens; 1,000 tokens scored" in text
+    assert "tokens with little context" in text
+    with pytest.raises(DataError, match="differ in text_hash"):
+        report.length_table([*curves, dataclasses.replace(sliding[0], text_hash="1")])
+    report.length_table([*curves, dataclasses.replace(sliding[0], text_hash="1", protocol="longlora")])  # one stream
+
+
+def test_the_mean_of_an_origin_has_a_row_that_says_what_it_is() -> None:
+    values = {"protocol": "yarn", "bos_policy": "every_window", "origin_nll": {128: math.log(33.0)}}
+    text = rendered(report.length_table([curve("alibi", {128: 32.4}), curve("alibi", {128: 31.0}, **values)]))
+    assert "yarn, own mean¹" in text
+    assert all(part in text for part in ("32.40", "31.00", "33.00", "¹ as the origin averages: each window weighs"))
+
+
+def test_a_plot_of_two_protocols_keeps_the_colour_of_a_model(
+    curves: list[LengthCurve], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[plots.Figure] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: kept.append(figure))
+    plots.plot_lengths([*curves, *(dataclasses.replace(item, protocol="sliding") for item in curves)], "unused.png")
+    lines = [line for line in kept[0].axes[0].lines if line.get_marker() not in ("x", "None")]
+    assert [line.get_linestyle() for line in lines] == ["--", "--", "-", "-"]
+    assert [line.get_color() for line in lines[:2]] == [line.get_color() for line in lines[2:]]
+    assert any("solid: sliding · dashed: nonoverlapping" in text.get_text() for text in kept[0].axes[0].texts)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="no folder that can be written to"):
+        report.check_output(tmp_path / "file" / "deep" / "out")
 
 
 def test_curves_need_names_of_their_own_and_there_must_be_some(curves: list[LengthCurve]) -> None:
@@ -154,6 +195,7 @@ def test_the_position_plot_is_an_image(tmp_path: Path) -> None:
         trained_length=4,
         bos_policy="none",
         text_hash="0",
+        model_hash="0",
         dtype="float32",
         versions={},
     )

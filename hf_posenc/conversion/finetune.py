@@ -21,11 +21,11 @@ from transformers import (
 
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
 from hf_posenc.conversion.finetune_config import FinetuneConfig
-from hf_posenc.provenance import git_state, versions
 from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint, require_free, write_result
 from hf_posenc.conversion.training import causal_batch
 from hf_posenc.data import PackedDataset, PackingReport, describe, load_documents, pack, tokenize
 from hf_posenc.errors import CheckpointError, ConfigError, DataError, LengthError
+from hf_posenc.provenance import git_state, versions
 
 # Under these names model configs keep the dropout of attention weights.
 _ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "attn_dropout")

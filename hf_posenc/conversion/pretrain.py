@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
-from hf_posenc.provenance import git_state, versions
 from hf_posenc.conversion.training import causal_batch, packed_perplexity
 from hf_posenc.data import EMBEDDED, HELD_OUT, TRAIN, Document, PackedDataset, describe, load_documents, pack, tokenize
 from hf_posenc.errors import ConfigError, OutputExistsError
+from hf_posenc.provenance import git_state, versions
 
 END_OF_TEXT = "<|endoftext|>"
 LOG_NAME = "training_log.json"

@@ -1,7 +1,14 @@
-"""Measurement of any causal language model, patched or not: it never imports what patches."""
+"""Measurement of any language model, patched or not: it never imports what patches."""
 
 from hf_posenc.evaluation.curve import LengthCurve
+from hf_posenc.evaluation.masked import masked_perplexity_by_length
 from hf_posenc.evaluation.perplexity import perplexity_by_length
 from hf_posenc.evaluation.position import PositionCurve, perplexity_by_position
 
-__all__ = ["LengthCurve", "PositionCurve", "perplexity_by_length", "perplexity_by_position"]
+__all__ = [
+    "LengthCurve",
+    "PositionCurve",
+    "masked_perplexity_by_length",
+    "perplexity_by_length",
+    "perplexity_by_position",
+]

@@ -69,8 +69,8 @@ def evaluate_checkpoints(
             if name == PSEUDO:
                 curves.append(masked_perplexity_by_length(model, texts, lengths, every=stride or 1, **shared))
                 continue
-            step = stride if protocol_named(name).stride else None
-            options = {"protocol": name, "stride": step, "bos_policy": bos_policy}
+            options: dict[str, Any] = {"protocol": name, "bos_policy": bos_policy}
+            options["stride"] = stride if protocol_named(name).stride else None
             curves.append(perplexity_by_length(model, texts, lengths, **options, **shared))
     return curves
 
@@ -81,12 +81,10 @@ def _load(path: str, device: torch.device, *, masked: bool) -> tuple[Any, Any]:
     kind, called = (AutoModelForMaskedLM, "masked") if masked else (AutoModelForCausalLM, "causal")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path!r} holds no tokenizer, which its texts need: {error}") from error
-    try:
         model = kind.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path!r} holds no {called} language model: {error}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path!r} holds no {called} language model with its tokenizer: {reason}") from error
     return model.to(device), tokenizer

@@ -146,7 +146,16 @@ class LengthCurve:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data: the fields, and the derived numbers for whoever reads the file without this class."""
-        derived = ("ppl", "ppl_interval", "origin_ppl", "accuracy", "bits_per_byte", "ratio", "gain", "effective_length")
+        derived = (
+            "ppl",
+            "ppl_interval",
+            "origin_ppl",
+            "accuracy",
+            "bits_per_byte",
+            "ratio",
+            "gain",
+            "effective_length",
+        )
         data = asdict(self) | {name: getattr(self, name) for name in derived}
         return {key: _json_ready(value) for key, value in data.items()}
 

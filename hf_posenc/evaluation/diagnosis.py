@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import ConfigError, DataError, UnsupportedFamilyError
 from hf_posenc.evaluation.attention_record import LayerEffect, check_precision, position_effects, reporting_attention
-from hf_posenc.evaluation.curve import versions
 from hf_posenc.evaluation.documents import BOS_NONE, Corpus, Documents
 from hf_posenc.evaluation.position_table import RotationReport, TableReport, rotation_report, table_report
 from hf_posenc.evaluation.score_terms import ScoreTerms, score_terms
@@ -21,6 +20,7 @@ from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.evaluation.shift import ShiftCurve, loss_by_shift, shifts_up_to
 from hf_posenc.evaluation.subject import check_batch_size, dtype_name, model_name, prepare_for, trained_length
 from hf_posenc.length import max_length
+from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

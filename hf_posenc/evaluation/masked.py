@@ -1,7 +1,7 @@
 """Pseudo-perplexity by length of a masked language model: each token hidden in turn and filled in from both sides.
 
-Salazar et al. 2020, "Masked Language Model Scoring", equation 1: the sum over tokens of the log-probability of the token
-in a text where it alone is masked. It is no perplexity (the product is no probability of the text), but falls and rises
+Salazar et al. 2020, "Masked Language Model Scoring", equation 1: the sum over tokens of the log-probability of each in
+a text where it alone is masked. It is no perplexity (the product is no probability of the text), but falls and rises
 with the quality of the model like one, and accuracy beside it is a plain count.
 """
 
@@ -18,18 +18,11 @@ from torch import nn
 from hf_posenc.errors import ConfigError, UnsupportedFamilyError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.documents import BOS_EVERY_WINDOW, BOS_NONE, Corpus, Documents
-from hf_posenc.evaluation.measure import Work, curve_of_scores, measure
-from hf_posenc.evaluation.partial import DocumentScore, PartialScores
+from hf_posenc.evaluation.measure import Measurement
+from hf_posenc.evaluation.partial import DocumentScore
 from hf_posenc.evaluation.protocols import PSEUDO
-from hf_posenc.evaluation.scoring import device_of, evaluation_mode, token_nll
-from hf_posenc.evaluation.subject import (
-    check_batch_size,
-    check_lengths,
-    model_hash,
-    model_name,
-    position_refusal,
-    prepare_for,
-)
+from hf_posenc.evaluation.scoring import device_of, token_nll
+from hf_posenc.evaluation.subject import check_batch_size, check_lengths, prepare_for
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -77,39 +70,20 @@ def masked_perplexity_by_length(
             f"lengths={ordered}, every={every!r}."
         )
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=BOS_NONE)
-    used = {length: min(length, corpus.longest + 1 + len(frame.ends)) for length in ordered}
-    refused = {length: reason for length in ordered if (reason := position_refusal(model, used[length]))}
-    possible = [length for length in ordered if length not in refused]
-    weights = model_hash(model)
-    scores: dict[int, list[DocumentScore]] = {}
-    if possible:
-        run = {"model": weights or model_name(model), "protocol": PSEUDO, "every": every}
-        with evaluation_mode(model):
-            work = Work(
-                sizes=corpus.sizes,
-                digests=corpus.id_digests,
-                score=_Filler(model, corpus, frame, every, batch_size).score,
-                processes=processes,
-                partial=PartialScores(partial, run, process=0 if processes is None else processes.process_index),
-            )
-            scores, more = measure(work, possible)
-            refused |= more
-    return curve_of_scores(
-        model,
-        scores,
-        refused,
-        name=name or model_name(model),
-        lengths=tuple(ordered),
-        window={length: used[length] for length in scores},
-        stride=dict.fromkeys(scores, every),
+    filler = _Filler(model, corpus, frame, every, batch_size)
+    return Measurement(
+        model=model,
+        name=name,
         protocol=PSEUDO,
         bos_policy=BOS_EVERY_WINDOW if frame.ends else BOS_NONE,
-        n_documents=corpus.n_sources,
-        n_left_out=corpus.n_left_out,
-        n_bytes=corpus.n_bytes,
-        text_hash=corpus.digest,
-        model_hash=weights,
-    )
+        corpus=corpus,
+        keys=corpus.id_digests,
+        used={length: min(length, corpus.longest + 1 + len(frame.ends)) for length in ordered},
+        strides=dict.fromkeys(ordered, every),
+        scoring=lambda: filler.score,
+        processes=processes,
+        partial=partial,
+    ).curve()
 
 
 @dataclass(frozen=True)
@@ -131,7 +105,7 @@ def _frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
     for pair in names:
         ids: list[Any] = [getattr(tokenizer, name, None) for name in pair]
         found.append([value for value in ids if value is not None][:1])
-    return _Frame(found[0], found[1], int(tokenizer.mask_token_id))  # type: ignore[arg-type]
+    return _Frame(found[0], found[1], int(tokenizer.mask_token_id))
 
 
 @dataclass(frozen=True)
@@ -161,7 +135,7 @@ class _Filler:
         return DocumentScore(index=index, nll=nll, n_tokens=count, weighted=nll, weight=count, n_correct=correct)
 
     def _fill(self, window: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
-        """Return the nats and the right answers at `targets` (b,) of a window (n,), each masked in a copy of its own."""
+        """Return nats and right answers at the `targets` (b,) of a window (n,), each masked in a copy of its own."""
         framed = torch.cat([torch.tensor(self.frame.first), window, torch.tensor(self.frame.last)]).long()
         at = targets + len(self.frame.first)
         rows = torch.arange(len(targets))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -13,9 +14,11 @@ from tqdm.auto import tqdm
 
 from hf_posenc.errors import LengthError
 from hf_posenc.evaluation.curve import LengthCurve
+from hf_posenc.evaluation.documents import Corpus
 from hf_posenc.evaluation.intervals import bootstrap, standard_error
 from hf_posenc.evaluation.partial import DocumentScore, PartialScores
-from hf_posenc.evaluation.subject import dtype_name, trained_length
+from hf_posenc.evaluation.scoring import evaluation_mode
+from hf_posenc.evaluation.subject import dtype_name, model_hash, model_name, position_refusal, trained_length
 from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
@@ -26,127 +29,174 @@ _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _NOT_FINITE = "the model's logits are not finite (an overflow in its dtype?)"
 
 
+Score: TypeAlias = Callable[[Sequence[int], int], list[DocumentScore]]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is to be scored, and by what.
+class Measurement:
+    """What is measured on what, and by whom.
 
     Attributes:
-        sizes: targets of each document.
-        digests: SHA-256 of each document.
-        score: (indices of documents, length) -> their scores; raises LengthError for a length the model cannot take.
+        model: the model.
+        name: what it is called; its checkpoint's name where None.
+        protocol, bos_policy: as in `LengthCurve`.
+        corpus: the documents.
+        keys: what identifies each document for this measurement, in partial scores and for order.
+        used: for each length in question, the positions that the longest window really uses.
+        strides: for each length, the stride.
         group: documents scored in one call, after which their scores are kept.
+        scoring: makes the function (indices of documents, length) -> scores; called in evaluation mode, and only where
+            some length can be measured. What it makes raises LengthError for a length the model cannot take after all.
         processes: among which the documents are shared, None for this one alone.
-        partial: where scores are kept.
+        partial: folder where scores are kept, None for nowhere.
     """
 
-    sizes: Sequence[int]
-    digests: Sequence[str]
-    score: Callable[[Sequence[int], int], list[DocumentScore]]
+    model: nn.Module
+    name: str | None
+    protocol: str
+    bos_policy: str
+    corpus: Corpus
+    keys: Sequence[str]
+    used: Mapping[int, int]
+    strides: Mapping[int, int]
+    scoring: Callable[[], Score]
     group: int = 1
     processes: PartialState | None = None
-    partial: PartialScores = field(default_factory=lambda: PartialScores(None, {}))
+    partial: Path | str | None = None
+
+    def curve(self) -> LengthCurve:
+        """Measure all lengths; the model's modes are restored."""
+        refused = {length: why for length, used in self.used.items() if (why := position_refusal(self.model, used))}
+        possible = [length for length in sorted(self.used) if length not in refused]
+        weights = model_hash(self.model)
+        scores: dict[int, list[DocumentScore]] = {}
+        if possible:
+            process = 0 if self.processes is None else self.processes.process_index
+            run = {"model": weights or model_name(self.model), "protocol": self.protocol, "bos_policy": self.bos_policy}
+            kept = PartialScores(self.partial, run, process=process)
+            with evaluation_mode(self.model):
+                work = _Work(self, self.scoring(), kept)
+                for length, outcome in work.outcomes(possible):
+                    if isinstance(outcome, str):
+                        refused[length] = outcome
+                    else:
+                        scores[length] = outcome
+        return LengthCurve(
+            name=self.name or model_name(self.model),
+            lengths=tuple(sorted(self.used)),
+            **_sums(scores),
+            window={length: self.used[length] for length in scores},
+            stride={length: self.strides[length] for length in scores},
+            refused=dict(sorted(refused.items())),
+            trained_length=trained_length(self.model),
+            protocol=self.protocol,
+            bos_policy=self.bos_policy,
+            n_documents=self.corpus.n_sources,
+            n_left_out=self.corpus.n_left_out,
+            n_bytes=self.corpus.n_bytes,
+            text_hash=self.corpus.digest,
+            model_hash=weights,
+            dtype=dtype_name(self.model),
+            versions=versions(),
+        )
 
     def own(self) -> list[int]:
         """Return the documents that this process scores, longest first.
 
         Each belongs to exactly one process: the longest that is left goes to the process that has least to do.
         """
-        order = sorted(range(len(self.sizes)), key=lambda index: (-self.sizes[index], self.digests[index], index))
+        sizes = self.corpus.sizes
+        order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], self.keys[index], index))
         if self.processes is None:
             return order
         loads = [0] * self.processes.num_processes
         own = []
         for index in order:
             process = loads.index(min(loads))
-            loads[process] += self.sizes[index]
+            loads[process] += sizes[index]
             if process == self.processes.process_index:
                 own.append(index)
         return own
 
-    def groups(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yield the indices in groups that are scored together."""
-        for first in range(0, len(indices), self.group):
-            yield indices[first : first + self.group]
 
+@dataclass(frozen=True)
+class _Work:
+    """The loop over lengths and documents of one measurement."""
 
-def measure(work: Work, lengths: Sequence[int]) -> tuple[dict[int, list[DocumentScore]], dict[int, str]]:
-    """Return all documents' scores for each length, from all processes, and the reason for each length without any."""
-    scores: dict[int, list[DocumentScore]] = {}
-    refused: dict[int, str] = {}
-    own = work.own()
-    hidden = work.processes is not None and not work.processes.is_main_process
-    total = sum(work.sizes[index] for index in own) * len(lengths)
-    with tqdm(
-        total=total, desc="perplexity", unit="tok", unit_scale=True, delay=_PROGRESS_DELAY, disable=hidden
-    ) as bar:
-        for length in lengths:
-            bar.set_postfix_str(f"length {length}", refresh=False)
-            outcome = _all_scores(work, own, length, bar)
-            if isinstance(outcome, str):
-                refused[length] = outcome
+    task: Measurement
+    score: Score
+    kept: PartialScores
+
+    def outcomes(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[DocumentScore] | str]]:
+        """Yield for each length the scores of all documents, from all processes, or why there are none."""
+        own, keys, processes = self.task.own(), self.task.keys, self.task.processes
+        with tqdm(
+            total=sum(self.task.corpus.sizes[index] for index in own) * len(lengths),
+            desc="perplexity",
+            unit="tok",
+            unit_scale=True,
+            delay=_PROGRESS_DELAY,
+            disable=processes is not None and not processes.is_main_process,
+        ) as bar:
+            for length in lengths:
+                bar.set_postfix_str(f"length {length}", refresh=False)
+                found = self._gathered(own, length, bar)
+                if not isinstance(found, str):
+                    # by content, so that neither the order of documents nor their sharing shows in the numbers
+                    found = sorted(found, key=lambda score: (keys[score.index], score.index))
+                yield length, found
+
+    def _gathered(self, own: list[int], length: int, bar: tqdm[Any]) -> list[DocumentScore] | str:
+        outcome: list[DocumentScore | str]
+        try:
+            outcome = [*self._own(own, length, bar)]
+        except LengthError as error:
+            outcome = [str(error)]
+        if self.task.processes is not None and self.task.processes.num_processes > 1:
+            # Every process comes here, also one that was refused: a process that skipped it would hang the others.
+            outcome = gather_object(outcome)
+        reasons = [item for item in outcome if isinstance(item, str)]
+        return reasons[0] if reasons else [item for item in outcome if isinstance(item, DocumentScore)]
+
+    def _own(self, own: list[int], length: int, bar: tqdm[Any]) -> Iterator[DocumentScore | str]:
+        keys, sizes, stride = self.task.keys, self.task.corpus.sizes, self.task.strides[length]
+        missing = []
+        for index in own:
+            known = self.kept.known((length, stride), keys[index], index)
+            if known is None:
+                missing.append(index)
             else:
-                # by content, so that neither the order of documents nor their sharing shows in the numbers
-                scores[length] = sorted(outcome, key=lambda score: (work.digests[score.index], score.index))
-    return scores, refused
+                yield known
+                bar.update(sizes[index])
+        for first in range(0, len(missing), self.task.group):
+            indices = missing[first : first + self.task.group]
+            found = self.score(indices, length)
+            if not all(math.isfinite(score.nll) for score in found):
+                yield _NOT_FINITE
+                return
+            self.kept.keep((length, stride), [(keys[score.index], score) for score in found])
+            bar.update(sum(sizes[index] for index in indices))
+            yield from found
 
 
-def _all_scores(work: Work, own: list[int], length: int, bar: tqdm[Any]) -> list[DocumentScore] | str:
-    outcome: list[DocumentScore | str]
-    try:
-        outcome = [*_own_scores(work, own, length, bar)]
-    except LengthError as error:
-        outcome = [str(error)]
-    if work.processes is not None and work.processes.num_processes > 1:
-        # Every process comes here, also one that was refused: a process that skipped it would hang the others.
-        outcome = gather_object(outcome)
-    reasons = [item for item in outcome if isinstance(item, str)]
-    return reasons[0] if reasons else [item for item in outcome if isinstance(item, DocumentScore)]
-
-
-def _own_scores(work: Work, own: list[int], length: int, bar: tqdm[Any]) -> Iterator[DocumentScore | str]:
-    missing = []
-    for index in own:
-        known = work.partial.known(length, work.digests[index], index)
-        if known is None:
-            missing.append(index)
-        else:
-            yield known
-            bar.update(work.sizes[index])
-    for indices in work.groups(missing):
-        found = work.score(indices, length)
-        if not all(math.isfinite(score.nll) for score in found):
-            yield _NOT_FINITE
-            return
-        work.partial.keep(length, [(work.digests[score.index], score) for score in found])
-        bar.update(sum(work.sizes[index] for index in indices))
-        yield from found
-
-
-def curve_of_scores(
-    model: nn.Module, scores: dict[int, list[DocumentScore]], refused: dict[int, str], **facts: Any
-) -> LengthCurve:
-    """Add up scores into a curve; `facts` are the fields of `LengthCurve` that neither scores nor model tell."""
+def _sums(scores: Mapping[int, list[DocumentScore]]) -> dict[str, Any]:
+    """Add up scores into the fields of `LengthCurve` that come from them."""
     table = {
         length: np.array([(score.nll, score.n_tokens, score.weighted, score.weight) for score in found]).T
         for length, found in scores.items()
     }
     intervals = {length: bootstrap(columns[0], columns[1]) for length, columns in table.items()}
-    return LengthCurve(
-        nll_sum={length: math.fsum(columns[0]) for length, columns in table.items()},
-        n_tokens={length: int(columns[1].sum()) for length, columns in table.items()},
-        n_correct={
+    return {
+        "nll_sum": {length: math.fsum(columns[0]) for length, columns in table.items()},
+        "n_tokens": {length: int(columns[1].sum()) for length, columns in table.items()},
+        "n_correct": {
             length: sum(score.n_correct or 0 for score in found)
             for length, found in scores.items()
             if all(score.n_correct is not None for score in found)
         },
-        origin_nll={length: math.fsum(columns[2]) / math.fsum(columns[3]) for length, columns in table.items()},
-        stderr={length: standard_error(columns[0], columns[1]) for length, columns in table.items()},
-        interval={
+        "origin_nll": {length: math.fsum(columns[2]) / math.fsum(columns[3]) for length, columns in table.items()},
+        "stderr": {length: standard_error(columns[0], columns[1]) for length, columns in table.items()},
+        "interval": {
             length: None if ends is None else (float(ends[0]), float(ends[1])) for length, ends in intervals.items()
         },
-        refused=dict(sorted(refused.items())),
-        trained_length=trained_length(model),
-        dtype=dtype_name(model),
-        versions=versions(),
-        **facts,
-    )
+    }

@@ -1,8 +1,8 @@
 """Scores of documents on disk while a run goes on, so that a run that was stopped goes on where it was.
 
-One line of JSON a document and length, in one file a process. A line is valid for a `run` only: what was measured, with
-which protocol, on which model. Lines of other runs, and a last line that was torn when the process was killed, are
-passed over.
+One line of JSON a document, length and stride, in one file a process. A line is valid for its run only: what was
+measured, with which protocol, on which model. Lines of other runs are passed over, and so is a last line that was torn
+when the process was killed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hf_posenc.errors import OutputError
+
+Cut: TypeAlias = tuple[int, int]  # length and stride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class PartialScores:
 
     Args:
         folder: where they lie; made where need be. None keeps nothing.
-        run: everything that the scores depend on, documents and lengths apart.
+        run: everything that the scores depend on, apart from documents, lengths and strides.
         process: index of this process, which writes a file of its own.
 
     Raises:
@@ -53,7 +55,7 @@ class PartialScores:
     def __init__(self, folder: Path | str | None, run: dict[str, Any], *, process: int = 0) -> None:
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
         self._file: Path | None = None
-        self._known: dict[tuple[int, str], dict[str, Any]] = {}
+        self._known: dict[tuple[Cut, str], dict[str, Any]] = {}
         if folder is None:
             return
         folder = Path(folder)
@@ -67,18 +69,18 @@ class PartialScores:
         for path in sorted(folder.glob("scores-*.jsonl")):
             self._read(path)
 
-    def known(self, length: int, digest: str, index: int) -> DocumentScore | None:
-        """Return the kept score of the document with this digest, None where there is none."""
-        values = self._known.get((length, digest))
+    def known(self, cut: Cut, document: str, index: int) -> DocumentScore | None:
+        """Return the kept score of a document, given by its key, under this (length, stride), None for no score."""
+        values = self._known.get((cut, document))
         return None if values is None else DocumentScore(**(values | {"index": index}))
 
-    def keep(self, length: int, scores: Iterable[tuple[str, DocumentScore]]) -> None:
-        """Append the scores of documents, given with their digests."""
+    def keep(self, cut: Cut, scores: Iterable[tuple[str, DocumentScore]]) -> None:
+        """Append the scores of documents, given with their keys, under this (length, stride)."""
         if self._file is None:
             return
         lines = (
-            json.dumps({"run": self._run, "length": length, "document": digest, "score": asdict(score)}) + "\n"
-            for digest, score in scores
+            json.dumps({"run": self._run, "cut": cut, "document": document, "score": asdict(score)}) + "\n"
+            for document, score in scores
         )
         with self._file.open("a", encoding="utf-8") as file:
             file.writelines(lines)
@@ -89,7 +91,8 @@ class PartialScores:
                 try:
                     row = json.loads(line)
                     if row["run"] == self._run:
-                        self._known[row["length"], row["document"]] = row["score"]
+                        length, stride = row["cut"]
+                        self._known[(length, stride), row["document"]] = row["score"]
                 except (ValueError, KeyError, TypeError):
                     continue
 

@@ -13,18 +13,11 @@ from torch import nn
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.documents import BOS_EVERY_WINDOW, Corpus, Documents
-from hf_posenc.evaluation.measure import Work, curve_of_scores, measure
-from hf_posenc.evaluation.partial import DocumentScore, PartialScores
+from hf_posenc.evaluation.measure import Measurement
+from hf_posenc.evaluation.partial import DocumentScore
 from hf_posenc.evaluation.protocols import NONOVERLAPPING, Protocol, protocol_named
-from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
-from hf_posenc.evaluation.subject import (
-    check_batch_size,
-    check_lengths,
-    model_hash,
-    model_name,
-    position_refusal,
-    prepare_for,
-)
+from hf_posenc.evaluation.scoring import Scorer
+from hf_posenc.evaluation.subject import check_batch_size, check_lengths, prepare_for
 from hf_posenc.evaluation.windows import Window
 
 if TYPE_CHECKING:
@@ -46,28 +39,23 @@ def perplexity_by_length(
     processes: PartialState | None = None,
     partial: Path | str | None = None,
 ) -> LengthCurve:
-    """Measure the perplexity of a causal language model with windows of each of these lengths.
+    """Measure the perplexity of a causal language model, patched or not, with windows of each of these lengths.
 
-    Every length scores the same targets (except where a protocol's origin does not), so the values differ only in the
-    context the model has. Windows of equal length are batched and never padded, and documents are never joined unless
-    the protocol says so: batch size, padding side, the order of documents and the number of processes change the
-    result by rounding only. The model's modes are restored; nothing else of it is touched.
+    Every length scores the same targets (except where a protocol's origin does not). Windows of equal length are
+    batched and never padded: batch size, order of documents and number of processes change the result by rounding only.
 
     Args:
-        model: any Hugging Face causal language model, patched or not, on any device.
-        documents: token-id lists, 1-D tensors, or texts (then give `tokenizer`, and bytes are counted too); rows of a
-            dataset with a column `text` or `input_ids`; a list or a stream of them.
+        documents: token-id lists, 1-D tensors, or texts (then give `tokenizer`, and bytes are counted too); or rows of
+            a dataset with a column `text` or `input_ids`; in a list or a stream.
         lengths: window lengths in tokens; sorted, duplicates dropped.
         protocol: a name in `evaluation.protocols.PROTOCOLS`, such as "nonoverlapping", "sliding", "fixed_target".
         stride: tokens that windows advance by, from 1 to the shortest length; the protocol's own by default.
-        tokenizer: needed for texts, and for its BOS token if it has one.
         batch_size: windows in one forward pass.
         bos_policy: "none", "prepend" to score the first token of each document too, or "every_window" to put BOS in
             place of the first token of every window; by default what the protocol prescribes, else "none".
         name: what to call the model in tables; its checkpoint's name by default.
         processes: an accelerate `PartialState` shares the documents among its processes; each returns the same curve.
-        partial: folder for the scores of finished documents; a call with the same model, texts and protocol goes on
-            from what it holds.
+        partial: folder for the scores of finished documents; the same call goes on from what it holds.
 
     Returns:
         The curve. A length that the model has no positions for stands in `curve.refused` with the reason.
@@ -87,41 +75,20 @@ def perplexity_by_length(
         corpus = corpus.filling(ordered[-1])
     _check_windows(chosen, corpus, strides)
     used = {length: min(chosen.inputs(length), corpus.longest) for length in ordered}
-    refused = {length: reason for length in ordered if (reason := position_refusal(model, used[length]))}
-    possible = [length for length in ordered if length not in refused]
-    weights = model_hash(model)
-    scores: dict[int, list[DocumentScore]] = {}
-    if possible:
-        run = {"model": weights or model_name(model), "protocol": protocol, "stride": stride, "bos_policy": bos}
-        process = 0 if processes is None else processes.process_index
-        with evaluation_mode(model):
-            scorer = Scorer(model, corpus.documents[0][: max(2, used[possible[-1]])])
-            work = Work(
-                sizes=corpus.sizes,
-                digests=corpus.id_digests,
-                score=_Windows(scorer, corpus, chosen, strides, batch_size).score,
-                group=batch_size,
-                processes=processes,
-                partial=PartialScores(partial, run, process=process),
-            )
-            scores, more = measure(work, possible)
-            refused |= more
-    return curve_of_scores(
-        model,
-        scores,
-        refused,
-        name=name or model_name(model),
-        lengths=tuple(ordered),
-        window={length: used[length] for length in scores},
-        stride={length: strides[length] for length in scores},
+    return Measurement(
+        model=model,
+        name=name,
         protocol=protocol,
         bos_policy=bos,
-        n_documents=corpus.n_sources,
-        n_left_out=corpus.n_left_out,
-        n_bytes=corpus.n_bytes,
-        text_hash=corpus.digest,
-        model_hash=weights,
-    )
+        corpus=corpus,
+        keys=corpus.id_digests,
+        used=used,
+        strides=strides,
+        scoring=lambda: _Windows(Scorer(model, corpus.documents[0]), corpus, chosen, strides, batch_size).score,
+        group=batch_size,
+        processes=processes,
+        partial=partial,
+    ).curve()
 
 
 def _check_windows(protocol: Protocol, corpus: Corpus, strides: dict[int, int]) -> None:

@@ -182,4 +182,3 @@ def _bin_sums(model: nn.Module, rows: list[torch.Tensor], edges: tuple[int, ...]
             sums.append(np.add.reduceat(nats, edges[:-1], axis=1))
             bar.update(nats.size)
     return np.concatenate(sums)
-

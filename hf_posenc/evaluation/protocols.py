@@ -1,8 +1,8 @@
 """Protocols by name: the ways in which people cut text into windows and average what they measured.
 
 No two of them give the same number for the same model and text, so a perplexity without its protocol says nothing.
-Wherever the origin averages in a way of its own, both numbers are kept: the one in which every token weighs the same, by
-which all protocols compare, and the origin's.
+Wherever the origin averages in a way of its own, both numbers are kept: the one in which every token weighs the same,
+by which all protocols compare, and the origin's.
 """
 
 from __future__ import annotations

@@ -70,13 +70,14 @@ def _curve_table(curves: list[LengthCurve]) -> str:
     lengths = sorted({length for curve in curves for length in curve.lengths})
     rows = [["model", *(f"{length:,}" for length in lengths)], ["---", *("---:" for _ in lengths)]]
     reasons: dict[str, None] = {}
+    several = len({curve.protocol for curve in curves}) > 1
     for curve in curves:
         cells = []
         for length in lengths:
             if length in curve.refused:
                 reasons[f"{curve.name} at {length:,}: {curve.refused[length]}"] = None
             cells.append(f"{curve.ppl[length]:,.2f}" if length in curve.ppl else "none")
-        rows.append([curve.name, *cells])
+        rows.append([f"{curve.name}, {curve.protocol}" if several else curve.name, *cells])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([table, "", *(f"- {reason}" for reason in reasons), ""])
 

@@ -16,15 +16,16 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.errors import DataError, OutputExistsError
+from hf_posenc.errors import DataError, OutputError, OutputExistsError
 from hf_posenc.evaluation import LengthCurve
+from hf_posenc.evaluation.protocols import NONOVERLAPPING, PROTOCOLS, SLIDING, in_words
 from hf_posenc.plots import plot_lengths
 from hf_posenc.provenance import versions
 
 RESULT_NAME = "result.json"
 PLOT_NAME = "perplexity.png"
 TABLE_NAME = "table.txt"
-_SCHEMA = 1
+_SCHEMA = 2
 _BITS_NOTE = "at the longest length within the trained one; compare models of different tokenizers by this"
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -66,8 +67,14 @@ def check_output(folder: Path | str) -> Path:
 
     Raises:
         OutputExistsError: it already holds a result, which would be mixed with the new one.
+        OutputError: it cannot be written to.
     """
     folder = Path(folder)
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if above != folder and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise OutputError(f"{folder} cannot be made: {above} is no folder that can be written to.")
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{folder} cannot be written to. Give another output folder.")
     if folder.exists() and (not folder.is_dir() or (folder / RESULT_NAME).exists()):
         raise OutputExistsError(f"{folder} already holds a result. Give another output folder, or remove this one.")
     return folder
@@ -122,59 +129,109 @@ def write_report(
 def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity against length") -> Group:
     """Return, for rich to print, a table of models by lengths and below it the notes its numbers refer to.
 
-    A cell holds the perplexity, or "none" with the number of the note that gives the reason.
+    A cell holds the perplexity, or "none" with the number of the note that gives the reason. Where protocols differ,
+    each has a row of its own, and another for the mean that its origin reports if that is a different one.
 
     Raises:
         DataError: there are no curves, or they were measured in different ways.
     """
     check_comparable(curves)
     lengths = sorted({length for curve in curves for length in curve.lengths})
+    groups = by_protocol(curves)
     notes = _Notes()
     table = Table(title=title, title_justify="left")
     table.add_column("model", no_wrap=True)
+    if len(groups) > 1:
+        table.add_column("protocol", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     # Perplexities per token of different tokenizers do not compare; bits per byte of the text do.
-    tokenizers_differ = len({count for curve in curves for count in curve.n_tokens.values()}) > 1
+    tokenizers_differ = any(
+        len({n for curve in group for n in curve.n_tokens.values()}) > 1 for group in groups.values()
+    )
     if tokenizers_differ:
         table.add_column("bits/byte" + notes.mark(_BITS_NOTE), justify="right", no_wrap=True)
-    for curve in curves:
-        cells = [_cell(curve, length, notes) for length in lengths]
-        if tokenizers_differ:
-            cells.append(_bits_cell(curve))
-        table.add_row(curve.name, *cells)
+    for name in dict.fromkeys(curve.name for curve in curves):
+        for curve in (curve for curve in curves if curve.name == name):
+            first = [name, curve.protocol] if len(groups) > 1 else [name]
+            bits = [_bits_cell(curve)] if tokenizers_differ else []
+            table.add_row(*first, *(_cell(curve, length, curve.ppl, notes) for length in lengths), *bits)
+            if curve.protocol in PROTOCOLS and (mean := PROTOCOLS[curve.protocol].mean) and curve.ppl:
+                first[-1] += ", own mean" + notes.mark(f"as the origin averages: {mean}")
+                table.add_row(*first, *(_cell(curve, length, curve.origin_ppl, notes) for length in lengths))
+    if {NONOVERLAPPING, SLIDING} <= set(groups):
+        notes.mark("what windows without overlap lose against sliding ones is the cost of tokens with little context")
     # Not the table's own caption, which is wrapped to the width of the table.
-    return Group(table, *(Text(line) for line in [*notes.lines(), describe_protocol(curves)]))
+    return Group(table, *(Text(line) for line in [*notes.lines(), *map(describe_protocol, groups.values())]))
 
 
 def describe_protocol(curves: Sequence[LengthCurve]) -> str:
-    """Return one sentence saying how the numbers were measured."""
+    """Return one sentence saying how the numbers of one protocol were measured."""
     first = curves[0]
-    cut = "windows that do not overlap" if first.stride is None else f"windows sliding by {first.stride:,} tokens"
     counts = sorted({count for curve in curves for count in curve.n_tokens.values()})
     tokens = " to ".join(f"{count:,}" for count in dict.fromkeys(counts[:1] + counts[-1:])) or "no"
-    start = "a BOS token before each" if first.bos_policy == "prepend" else "no BOS token"
-    return f"{cut}; {tokens} tokens scored in {first.n_documents:,} documents, {start}"
+    left_out = f" ({first.n_left_out:,} too short)" if first.n_left_out else ""
+    start = {
+        "none": "no BOS token",
+        "prepend": "a BOS token before each document",
+        "every_window": "special tokens around each window",
+    }[first.bos_policy]
+    how = in_words(first.protocol, span_of_strides(curves))
+    return f"{how}; {tokens} tokens scored in {first.n_documents:,} documents{left_out}, {start}"
+
+
+def span_of_strides(curves: Sequence[LengthCurve]) -> str:
+    """Return the strides of these curves in words: one number of tokens, or from which to which."""
+    strides = sorted({stride for curve in curves for stride in curve.stride.values()})
+    return " to ".join(f"{stride:,}" for stride in dict.fromkeys(strides[:1] + strides[-1:])) + " tokens"
 
 
 def check_comparable(curves: Sequence[LengthCurve]) -> None:
     """Refuse to show side by side what was not measured alike.
 
     Raises:
-        DataError: there are no curves, two share a name, or texts, protocol, stride or BOS policy differ.
+        DataError: there are no curves, two of one protocol share a name, or texts, stride or BOS policy differ.
     """
     if not curves:
         raise DataError("There are no curves to show. Evaluate at least one model.")
-    names = [curve.name for curve in curves]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"Several curves are called {', '.join(repeated)}: give each model a name of its own.")
-    for field in ("protocol", "stride", "bos_policy", "text_hash"):
-        found = sorted({str(getattr(curve, field)) for curve in curves})
-        if len(found) > 1:
-            raise DataError(
-                f"These curves differ in {field} ({', '.join(found)}), so their numbers cannot stand side by side. "
-                "Evaluate all models in one run."
-            )
+    for group in by_protocol(curves).values():
+        names = [curve.name for curve in group]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"Several curves are called {', '.join(repeated)}: give each model a name of its own.")
+        for length in {length for curve in group for length in curve.stride}:
+            strides = sorted({curve.stride[length] for curve in group if length in curve.stride})
+            if len(strides) > 1:
+                raise DataError(_DIFFER.format(field="stride", found=", ".join(map(str, strides))))
+        _same(group, "bos_policy")
+    plain = [curve for curve in curves if not _reshapes(curve.protocol)]
+    for group in (plain, *by_protocol(curves).values()):
+        _same(group, "text_hash")
+
+
+_DIFFER = (
+    "These curves differ in {field} ({found}), so their numbers cannot stand side by side. "
+    "Evaluate all models in one run."
+)
+
+
+def _same(curves: Sequence[LengthCurve], field: str) -> None:
+    found = sorted({str(getattr(curve, field)) for curve in curves})
+    if len(found) > 1:
+        raise DataError(_DIFFER.format(field=field, found=", ".join(found)))
+
+
+def _reshapes(protocol: str) -> bool:
+    """Whether a protocol measures other documents than it was given: joined, or only the long ones."""
+    known = PROTOCOLS.get(protocol)
+    return known is not None and (known.joined or known.fills)
+
+
+def by_protocol(curves: Sequence[LengthCurve]) -> dict[str, list[LengthCurve]]:
+    """Return the curves of each protocol, in the order of first appearance."""
+    groups: dict[str, list[LengthCurve]] = {}
+    for curve in curves:
+        groups.setdefault(curve.protocol, []).append(curve)
+    return groups
 
 
 class _Notes:
@@ -191,15 +248,17 @@ class _Notes:
         return [f"{self.mark(text)} {text}" for text in list(self._numbers)]
 
 
-def _cell(curve: LengthCurve, length: int, notes: _Notes) -> str:
+def _cell(curve: LengthCurve, length: int, ppl: Mapping[int, float], notes: _Notes) -> str:
     if length in curve.refused:
         return f"none{notes.mark(curve.refused[length])}"
-    if length not in curve.ppl:
+    if length not in ppl:
         return ""
-    value = curve.ppl[length]
+    value = ppl[length]
     text = f"{value:,.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
-    if curve.window[length] < length:
+    if curve.window[length] < length - 1:  # some protocols count the last target into the length
         text += notes.mark(f"no document is longer than {curve.window[length]:,} tokens")
+    if curve.accuracy:
+        text += f" ({curve.accuracy[length]:.1%})"
     return text
 
 

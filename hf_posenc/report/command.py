@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from accelerate import PartialState
 from rich.console import Console
@@ -12,9 +13,12 @@ from rich.console import Console
 from hf_posenc.data import EMBEDDED, HELD_OUT, describe, load_documents
 from hf_posenc.errors import ConfigError, PosencError
 from hf_posenc.evaluation.checkpoints import evaluate_checkpoints
-from hf_posenc.evaluation.documents import BOS_NONE, BOS_POLICIES
-from hf_posenc.evaluation.windows import NONOVERLAPPING, PROTOCOLS
+from hf_posenc.evaluation.documents import BOS_POLICIES
+from hf_posenc.evaluation.partial import discard
+from hf_posenc.evaluation.protocols import PROTOCOLS, PSEUDO, SLIDING
 from hf_posenc.report import check_output, length_table, write_report
+
+PARTIAL_NAME = "partial"
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -26,9 +30,12 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--split", default=HELD_OUT, help="Split of the embedded corpus or of the Hub dataset.")
     parser.add_argument("--min_characters", type=int, default=1, help="Leave out shorter documents.")
     parser.add_argument("--max_documents", type=int, help="Use only the first so many documents.")
-    parser.add_argument("--protocol", default=NONOVERLAPPING, help=f"One of {', '.join(PROTOCOLS)}.")
-    parser.add_argument("--stride", type=int, help="Tokens that a sliding window advances by.")
-    parser.add_argument("--bos_policy", default=BOS_NONE, help=f"One of {', '.join(BOS_POLICIES)}.")
+    names = ", ".join([*PROTOCOLS, f"or {PSEUDO} for masked models"])
+    parser.add_argument(
+        "--protocol", nargs="+", default=[SLIDING], help=f"Any of {names}; sliding brings nonoverlapping with it."
+    )
+    parser.add_argument("--stride", type=int, help="Tokens that windows advance by; the protocol's own by default.")
+    parser.add_argument("--bos_policy", help=f"One of {', '.join(BOS_POLICIES)}; the protocol's own by default.")
     parser.add_argument("--batch_size", type=int, default=1, help="Windows in one forward pass.")
     parser.add_argument("--title", default="Perplexity against length", help="Heading of table and plot.")
     parser.add_argument("--output", required=True, help="New folder for result.json, table.txt and perplexity.png.")
@@ -54,13 +61,16 @@ def named_paths(values: Sequence[str]) -> dict[str, str]:
 def run(options: argparse.Namespace, processes: PartialState) -> None:
     """Evaluate on all processes, write and print on the main one.
 
+    Scores of finished documents are kept in the output folder until the result is written: a run that was stopped goes
+    on from them when it is given again.
+
     Raises:
         PosencError: what cannot be done, wherever possible before the first model is loaded.
     """
     import hf_posenc  # noqa: F401  (teaches AutoModelForCausalLM to load patched models)
 
     models = named_paths(options.model)
-    check_output(options.output)
+    partial = check_output(options.output) / PARTIAL_NAME
     if options.max_documents is not None and options.max_documents < 1:
         raise ConfigError(f"--max_documents must be at least 1; got {options.max_documents}.")
     found = load_documents(options.documents, split=options.split, min_characters=options.min_characters)
@@ -69,14 +79,16 @@ def run(options: argparse.Namespace, processes: PartialState) -> None:
         models,
         [document.text for document in documents],
         options.lengths,
-        protocol=options.protocol,
+        protocols=options.protocol,
         stride=options.stride,
         batch_size=options.batch_size,
         bos_policy=options.bos_policy,
         processes=processes,
+        partial=partial,
     )
     if processes.is_main_process:
         write_report(curves, options.output, corpus=describe(documents), title=options.title)
+        discard(partial)
         Console().print(length_table(curves, title=options.title))
         print(f"written to {options.output}")
 
@@ -89,6 +101,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc evalu
         run(options, processes)
     except PosencError as error:
         print(f"error: {error}", file=sys.stderr)
+        if (partial := Path(options.output) / PARTIAL_NAME).exists():
+            print(f"finished scores are kept in {partial}: give the same command to go on from them", file=sys.stderr)
         return 2
     if processes.num_processes > 1:
         processes.destroy_process_group()
