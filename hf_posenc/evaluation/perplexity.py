@@ -43,10 +43,10 @@ def perplexity_by_length(
 
     Every length scores the same targets (except where a protocol's origin does not). Windows of equal length are
     batched and never padded: batch size, order of documents and number of processes change the result by rounding only.
+    The curve's `refused` holds each length that the model has no positions for, with the reason.
 
     Args:
-        documents: token-id lists, 1-D tensors, or texts (then give `tokenizer`, and bytes are counted too); or rows of
-            a dataset with a column `text` or `input_ids`; in a list or a stream.
+        documents: a list or stream of texts (then give `tokenizer`), ids, or rows with a column `text` or `input_ids`.
         lengths: window lengths in tokens; sorted, duplicates dropped.
         protocol: a name in `evaluation.protocols.PROTOCOLS`, such as "nonoverlapping", "sliding", "fixed_target".
         stride: tokens that windows advance by, from 1 to the shortest length; the protocol's own by default.
@@ -56,9 +56,6 @@ def perplexity_by_length(
         name: what to call the model in tables; its checkpoint's name by default.
         processes: an accelerate `PartialState` shares the documents among its processes; each returns the same curve.
         partial: folder for the scores of finished documents; the same call goes on from what it holds.
-
-    Returns:
-        The curve. A length that the model has no positions for stands in `curve.refused` with the reason.
 
     Raises:
         UnknownNameError, ConfigError, DataError: arguments that cannot be used, before any computation.
@@ -74,7 +71,6 @@ def perplexity_by_length(
     if chosen.fills:
         corpus = corpus.filling(ordered[-1])
     _check_windows(chosen, corpus, strides)
-    used = {length: min(chosen.inputs(length), corpus.longest) for length in ordered}
     return Measurement(
         model=model,
         name=name,
@@ -82,7 +78,7 @@ def perplexity_by_length(
         bos_policy=bos,
         corpus=corpus,
         keys=corpus.id_digests,
-        used=used,
+        used={length: min(chosen.inputs(length), corpus.longest) for length in ordered},
         strides=strides,
         scoring=lambda: _Windows(Scorer(model, corpus.documents[0]), corpus, chosen, strides, batch_size).score,
         group=batch_size,
