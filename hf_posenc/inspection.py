@@ -12,6 +12,7 @@ from hf_posenc.errors import PosencError, UnsupportedFamilyError
 from hf_posenc.evaluation import packing
 from hf_posenc.evaluation.diagnosis import text_when_moved
 from hf_posenc.evaluation.position_table import table_report
+from hf_posenc.export import targets
 from hf_posenc.family import find_family
 from hf_posenc.length import max_length
 from hf_posenc.patching import discover, is_patched, plan
@@ -32,6 +33,7 @@ def inspection(
         tokenizer: of the model.
     """
     limit = max_length(model)
+    taken = _taken(model)
     rows = {
         "class": type(model).__name__,
         "model type": model.config.model_type,
@@ -41,7 +43,8 @@ def inspection(
         "trained rows": _trained(model),
         "good on text": _on_text(model, texts, tokenizer),
         "packed rows": _packed(model),
-        "can take": _can_take(model),
+        "can take": _can_take(model, taken),
+        "then exports as": _exports(model, taken),
     }
     return {heading: words for heading, words in rows.items() if words}
 
@@ -104,9 +107,10 @@ def _packed(model: PreTrainedModel) -> str:
     return f"not safe: documents in one row hear each other (outputs change by {leak:.0%})"
 
 
-def _can_take(model: PreTrainedModel) -> str:
+def _taken(model: PreTrainedModel) -> list[str]:
+    """Return the names of the encodings that a patch accepts with their default fields, or of the one in place."""
     if is_patched(model):
-        return "another encoding after posenc.unpatch(model)"
+        return [model.config.posenc["name"]]
     taken = []
     for encoding in ENCODINGS.values():
         try:
@@ -114,4 +118,16 @@ def _can_take(model: PreTrainedModel) -> str:
         except (PosencError, TypeError):  # refused; or made of other encodings, which have to be given
             continue
         taken.append(encoding.name)
+    return taken
+
+
+def _can_take(model: PreTrainedModel, taken: list[str]) -> str:
+    if is_patched(model):
+        return "another encoding after posenc.unpatch(model)"
     return ", ".join(taken) or "nothing: hf-posenc inspect MODEL --encoding alibi says why"
+
+
+def _exports(model: PreTrainedModel, taken: list[str]) -> str:
+    """Name the stock architectures that compute exactly what the model would, encoding by encoding."""
+    found = {name: targets(model.config.model_type, name) for name in taken}
+    return "; ".join(f"{name}: {', '.join(routes)}" for name, routes in found.items() if routes)

@@ -39,6 +39,8 @@ def test_inspection_names_what_a_plan_accepts_and_where_a_table_ends() -> None:
     taken = said["can take"].split(", ")
     assert {"rope", "alibi"} <= set(taken)
     assert not {"nope", "cable", "layered"} & set(taken)  # causal only, or nothing without others
+    assert "rope: jina_embeddings_v3" in said["then exports as"]
+    assert "nope" not in said["then exports as"]  # which an encoder would export, and cannot take
     assert "good on text" not in said
     posenc.patch(model, posenc.RoPE())
     assert "unpatch" in inspection(model)["can take"]
