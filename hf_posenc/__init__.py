@@ -13,6 +13,7 @@ from hf_posenc.evaluation import (
     masked_perplexity_by_length,
     perplexity_by_length,
     perplexity_by_position,
+    seq2seq_perplexity_by_length,
 )
 from hf_posenc.export import export_native
 from hf_posenc.family import DeclaredAttention, Family, register_family
@@ -55,6 +56,7 @@ __all__ = [
     "plan",
     "register_encoding",
     "register_family",
+    "seq2seq_perplexity_by_length",
     "unpatch",
     "verify",
 ]

@@ -4,6 +4,7 @@ from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.masked import masked_perplexity_by_length
 from hf_posenc.evaluation.perplexity import perplexity_by_length
 from hf_posenc.evaluation.position import PositionCurve, perplexity_by_position
+from hf_posenc.evaluation.seq2seq import seq2seq_perplexity_by_length
 
 __all__ = [
     "LengthCurve",
@@ -11,4 +12,5 @@ __all__ = [
     "masked_perplexity_by_length",
     "perplexity_by_length",
     "perplexity_by_position",
+    "seq2seq_perplexity_by_length",
 ]

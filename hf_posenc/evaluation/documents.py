@@ -123,7 +123,7 @@ def prepare(
     n_bytes = index = 0
     texts = True
     for index, document in enumerate(contents, start=1):
-        ids = _token_ids(document, index - 1, tokenizer)
+        ids = token_ids(document, index - 1, tokenizer)
         if prefix is not None and (len(ids) == 0 or int(ids[0]) != prefix):
             ids = torch.cat([torch.tensor([prefix]), ids])
         if len(ids) < 2:
@@ -170,7 +170,7 @@ def _joined(contents: list[Any]) -> tuple[list[Any], int]:
         return [JOINT.join(contents)], len(contents)
     if any(isinstance(content, str) for content in contents):
         raise DataError("Texts and token ids cannot be joined into one stream: give one kind.")
-    ids = [_token_ids(content, index, None) for index, content in enumerate(contents)]
+    ids = [token_ids(content, index, None) for index, content in enumerate(contents)]
     return ([torch.cat(ids)] if ids else []), len(contents)
 
 
@@ -189,12 +189,32 @@ def _bos_prefix(bos_policy: str, tokenizer: PreTrainedTokenizerBase | None, bos_
     return bos
 
 
-def _token_ids(document: Any, index: int, tokenizer: PreTrainedTokenizerBase | None) -> torch.Tensor:
+def token_ids(
+    document: Any,
+    index: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    specials: bool = False,
+    target: bool = False,
+) -> torch.Tensor:
+    """Return a document's token ids as a 1-D int64 CPU tensor.
+
+    Args:
+        document: a text or a row of ids.
+        index: its number, for messages.
+        tokenizer: needed for a text.
+        specials: keep the special tokens that the tokenizer adds to a text.
+        target: tokenise a text as the target of a translation, which some tokenizers do in another way.
+
+    Raises:
+        DataError: a text without a tokenizer, or what is neither a text nor one row of integers.
+    """
     if isinstance(document, str):
         if tokenizer is None:
             raise DataError(f"Document {index} is a text: give tokenizer= too, or token ids instead of texts.")
         # verbose=False: that a text is longer than model_max_length is the very point of this evaluation.
-        document = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        texts = {"text_target": document} if target else {"text": document}
+        document = tokenizer(**texts, add_special_tokens=specials, verbose=False)["input_ids"]
     try:
         ids = torch.as_tensor(document).cpu()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,0 +1,116 @@
+"""Perplexity of the target by length of the source, for encoder-decoders: what more of the source brings, or costs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import DataError, UnsupportedFamilyError
+from hf_posenc.evaluation.curve import LengthCurve
+from hf_posenc.evaluation.documents import BOS_NONE, Corpus, token_ids
+from hf_posenc.evaluation.measure import Measurement
+from hf_posenc.evaluation.partial import DocumentScore
+from hf_posenc.evaluation.protocols import BY_SOURCE
+from hf_posenc.evaluation.scoring import device_of, token_nll
+from hf_posenc.evaluation.subject import check_lengths
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+    from transformers import PreTrainedTokenizerBase
+
+Pairs: TypeAlias = Iterable[tuple[str, str]] | Iterable[tuple[Sequence[int], Sequence[int]]]
+
+
+def seq2seq_perplexity_by_length(
+    model: nn.Module,
+    pairs: Pairs,
+    lengths: Sequence[int],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
+    processes: PartialState | None = None,
+    partial: Path | str | None = None,
+) -> LengthCurve:
+    """Measure the perplexity of targets given the first tokens of their sources, for each of these source lengths.
+
+    Every length scores the same targets, each in one forward pass with the decoder fed the target itself. A source
+    shorter than the length is taken whole. A text's special tokens are those its tokenizer adds, within the length.
+
+    Args:
+        model: an encoder-decoder whose forward takes `input_ids` and `labels`.
+        pairs: (source, target) as texts (then give `tokenizer`) or as token ids.
+        lengths, name, processes, partial: as in `perplexity_by_length`.
+
+    Returns:
+        A curve with protocol "by_source", whose stride says nothing.
+
+    Raises:
+        ConfigError, DataError: arguments that cannot be used, before any computation.
+        UnsupportedFamilyError: the model does not return logits for each token of the target.
+        OutputError: `partial` cannot be written to.
+    """
+    ordered = check_lengths(lengths)
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    for index, (source, target) in enumerate(pairs):
+        sources.append(token_ids(source, index, tokenizer, specials=True))
+        targets.append(token_ids(target, index, tokenizer, specials=True, target=True))
+        if not len(sources[-1]) or not len(targets[-1]):
+            raise DataError(f"Pair {index} has an empty source or target.")
+    if not targets:
+        raise DataError("There are no pairs to evaluate on. Give at least one.")
+    keys = [hashlib.sha256(_bytes(*pair)).hexdigest() for pair in zip(sources, targets, strict=True)]
+    corpus = Corpus(targets, keys, None, len(targets), 0, BOS_NONE, None)
+    longest = max(map(len, sources))
+    scorer = _Pairs(model, sources, targets)
+    return Measurement(
+        model=model,
+        name=name,
+        protocol=BY_SOURCE,
+        bos_policy=BOS_NONE,
+        corpus=corpus,
+        keys=keys,
+        used={length: min(length, longest) for length in ordered},
+        strides={length: length for length in ordered},
+        scoring=lambda: scorer.score,
+        processes=processes,
+        partial=partial,
+    ).curve()
+
+
+def _bytes(source: torch.Tensor, target: torch.Tensor) -> bytes:
+    return len(source).to_bytes(8, "big") + source.numpy().tobytes() + target.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Scores targets under sources cut to a length."""
+
+    model: nn.Module
+    sources: Sequence[torch.Tensor]
+    targets: Sequence[torch.Tensor]
+
+    def score(self, indices: Sequence[int], length: int) -> list[DocumentScore]:
+        """Return the scores of these pairs with sources of at most this length."""
+        return [self._pair(index, length) for index in indices]
+
+    def _pair(self, index: int, length: int) -> DocumentScore:
+        device = device_of(self.model)
+        source, target = self.sources[index], self.targets[index].to(device)
+        if len(source) > length:  # what ends a source (EOS) ends a shortened one too
+            source = torch.cat([source[: length - 1], source[-1:]])
+        output = self.model(input_ids=source[None].to(device), labels=target[None])
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != (1, len(target)):
+            raise UnsupportedFamilyError(
+                f"{type(self.model).__name__} returns no logits for each token of the target: load it with "
+                "AutoModelForSeq2SeqLM."
+            )
+        nll = float(token_nll(logits[0], target).sum())
+        return DocumentScore(index=index, nll=nll, n_tokens=len(target), weighted=nll, weight=len(target))
