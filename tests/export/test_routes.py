@@ -21,8 +21,9 @@ from tests.export.models import ENCODINGS, MODELS, REFUSED, ROUTED, of_type, pre
 from tests.models import TRAINED, logits, tokens
 
 EXACT = 1e-12
-ROUNDED = {"phi3": 2e-6}
-"""Targets with joint projections, whose products round elsewhere in the last bit, before norms that cut to float32."""
+ROUNDED = {"phi3": 2e-6, "bloom": 2e-8, "mpt": 1e-6}
+"""Where the order or a constant differs: joint projections before norms that cut to float32,
+BLOOM's GELU of eight digits, and MPT's softmax in float32."""
 
 TURNING = [
     next(cell for cell in ROUTED if cell[1:] == pair)
@@ -89,7 +90,7 @@ def compare(model: Any, stock: Any, allowed: float = EXACT) -> None:
 @pytest.mark.parametrize(("name", "spec", "target"), ROUTED, ids=["-".join(cell) for cell in ROUTED])
 def test_every_route_is_exact(name: str, spec: str, target: str, tmp_path: Path) -> None:
     model = prepared(name, spec, torch.float64)
-    compare(model, written(model, target, tmp_path), ROUNDED.get(target, EXACT))
+    compare(model, written(model, target, tmp_path), ROUNDED.get(target, ROUNDED.get(name, EXACT)))
 
 
 @pytest.mark.parametrize(("name", "spec", "target"), TURNING, ids=["-".join(cell) for cell in TURNING])
@@ -119,7 +120,7 @@ def test_what_is_not_exact_is_refused_with_its_reason(
 
 
 def test_every_route_and_every_type_that_it_names_is_tried() -> None:
-    tried = {(target, MODELS[name].fresh().config.model_type) for name, _, target in ROUTED}
+    tried = {(target, read(prepared(name, spec)).model_type) for name, spec, target in ROUTED}
     general = ("self_rope", "self_table")  # from every type of a kind: see the slow matrix
     declared = {(route.name, kind) for route in ranked() if route.name not in general for kind in known_types(route)}
     twins = {"camembert": "roberta", "xlm-roberta": "roberta"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import transformers
 
+from hf_posenc.export.blocks import Affine, Block
 from hf_posenc.export.carried import carried
-from hf_posenc.export.decoder import READERS, Affine, Block, fits_decoder, read_decoder
+from hf_posenc.export.decoder import READERS, fits_decoder, read_decoder
 from hf_posenc.export.rotation import half_split, rope_parameters, takes_rotation
 from hf_posenc.export.route import Reason, Route, Source, Target, from_types, register_route
 
