@@ -7,6 +7,7 @@ from hf_posenc.encodings.learned import Learned
 from hf_posenc.encodings.nope import NoPE
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.sinusoidal import Sinusoidal
+from hf_posenc.encodings.stacks import Stacks
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import (
     LengthCurve,
@@ -40,6 +41,7 @@ __all__ = [
     "Positions",
     "RoPE",
     "Sinusoidal",
+    "Stacks",
     "build",
     "discover",
     "encoding",

@@ -103,6 +103,13 @@ class Encoding(nn.Module):
     def adopt(self, table: Tensor | None) -> None:
         """Take over what can be taken from the position table that is being replaced, (rows, hidden_size) or None."""
 
+    def adopt_bias(self, tables: Sequence[Tensor]) -> None:
+        """Take over what can be taken from the bias that is being replaced.
+
+        Args:
+            tables: (num_buckets, num_attention_heads) each, one for all layers or one for every layer.
+        """
+
     def at_length(self, length: int) -> Encoding:
         """Return the static encoding in force for a query at position `length - 1`."""
         return self
@@ -151,6 +158,11 @@ class Layers(Encoding):
         """Let every layer take over what it can from the table being replaced, (rows, hidden_size) or None."""
         for index in range(len(self.layers)):
             self.of(index).adopt(table)
+
+    def adopt_bias(self, tables: Sequence[Tensor]) -> None:
+        """Let every layer take over what it can from the bias of that layer."""
+        for index in range(len(self.layers)):
+            self.of(index).adopt_bias([tables[index % len(tables)]])
 
     def max_positions(self) -> int | None:
         """Return the smallest number of positions that a layer can express, or None where none has an end."""
@@ -205,6 +217,10 @@ class EncodingConfig:
             rope_parameters: the model's own, where it is a rotary one.
         """
         return self
+
+    def for_stacks(self, names: Sequence[str]) -> dict[str, EncodingConfig]:
+        """Return the encoding of every stack of these names, encoder and decoder, that is to have another one."""
+        return dict.fromkeys(names, self)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
         """Return transformers' own description of this encoding, or None where it is not a rotary one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,17 @@ class Family:
         declared: how the attention modules attend, where they look up no attention function; None where they do.
         switches: attributes of the body that turn its own encoding on; a patch turns them off.
         silent: paths of modules whose positions reach nothing but declared attention, where nobody hears of them.
+        stacks: attributes of `model.base_model` that hold an encoder or a decoder, each a body by itself, which this
+            record then describes one by one; `{stack}` stands for their names in `layers` and `heads`. Those that a
+            model lacks, as decoders without an encoder do, are left out.
+        unreached: attribute and reason, which ends a sentence, of stacks in which no encoding can be put.
+        heads: attribute of the config that says how many query heads there are.
+        cross_attention: last part of the path of those attention modules that look at another stack.
+        usual_length: that length itself, where a config does not say it.
+        bias: attribute of the attention modules that holds a bias for every bucket of distances, in the first layer for
+            all or in every layer, as `T5` computes it; `has_<bias>` says whether a module has one.
+        table_grows: True where the table holds computed sinusoids and grows with the text.
+        causal: whether a query sees no later key; None where the attention modules say so.
     """
 
     model_types: tuple[str, ...]
@@ -114,6 +126,14 @@ class Family:
     declared: DeclaredAttention | None = None
     switches: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+    unreached: tuple[tuple[str, str], ...] = ()
+    heads: str = "num_attention_heads"
+    cross_attention: str | None = None
+    usual_length: int | None = None
+    bias: str | None = None
+    table_grows: bool = False
+    causal: bool | None = None
 
     @property
     def name(self) -> str:
@@ -123,6 +143,28 @@ class Family:
     def body_of(self, model: Any) -> Any:
         """Return the body of a model of this family."""
         return model.base_model.get_submodule(self.body)
+
+    def stacks_of(self, model: Any) -> dict[str, tuple[Any, Family]]:
+        """Return the stacks of a model by name, each as a model with one body and the record of such models.
+
+        A record without attention classes leaves it to the model type of every stack, which then is a whole model.
+        """
+        if not self.stacks:
+            return {"": (model, self)}
+        held = {name: getattr(model.base_model, name) for name in self.stacks if hasattr(model.base_model, name)}
+        return {
+            name: (stack, self._of_stack(name) if self.attention else find_family(stack.config.model_type))
+            for name, stack in held.items()
+        }
+
+    def _of_stack(self, name: str) -> Family:
+        return dataclasses.replace(
+            self,
+            stacks=(),
+            layers=self.layers.format(stack=name),
+            heads=self.heads.format(stack=name),
+            causal=name == "decoder",
+        )
 
 
 FAMILIES: Registry[Family] = Registry(kind="family", package="hf_posenc.families")

@@ -42,7 +42,7 @@ def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> See
 
     Args:
         positions: of the call.
-        mask: None, boolean or additive, (1|b, 1|h, q, k); an additive one is not looked into.
+        mask: None, boolean or additive, (1|b, 1|h, 1|q, k); an additive one is not looked into.
         causal: whether a call without a mask means a causal one.
     """
     start, queries = int(positions.own_slots()[0]), positions.query.shape[1]
@@ -52,6 +52,7 @@ def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> See
     elif mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     else:
+        mask = mask.expand(-1, -1, queries, -1)
         keep = mask[:, 0, -1]  # the last query sees whatever any query sees
         causal = not torch.equal(mask[:, 0, 0], keep)
         for rows in torch.arange(queries).split(CHUNK):

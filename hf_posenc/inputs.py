@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from hf_posenc.config import Encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
 from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, uses_key_positions
-from hf_posenc.positions import Positions, carrying, resolve
+from hf_posenc.positions import Positions, carried, carrying, resolve
 
 
 class PositionTable(nn.Module):
@@ -31,12 +33,14 @@ class PositionTable(nn.Module):
         super().__init__()
         self.__dict__["joint"] = joint  # not a submodule: the encoding belongs to the body
 
-    def forward(self, *args: Any, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return (b, n, hidden_size) in the model's dtype, or an integer zero where the encoding adds nothing.
 
-        An integer zero leaves the dtype of what it is added to alone.
+        An integer zero leaves the dtype of what it is added to alone. The arguments, which differ between models and
+        count slots of the cache in some, are not looked at.
         """
-        ids: Tensor = args[0] if position_ids is None else position_ids
+        running: Any = carried()  # a table is asked by its body alone
+        ids: Tensor = running.query
         added = self.joint.encoding.embed(self.joint.encoding.remap(ids))
         if added is None:
             return torch.zeros((), dtype=torch.long, device=ids.device)
@@ -86,17 +90,18 @@ def rotary_width(rotary: nn.Module) -> int:
     return cosines.shape[-1]
 
 
-_asked: ContextVar[Tensor | None] = ContextVar("posenc_position_ids", default=None)
+_asked = threading.local()
 
 
 @contextmanager
 def _asking(position_ids: Tensor | None) -> Iterator[None]:
     """Keep explicit positions for the body while a head runs that takes none."""
-    token = _asked.set(position_ids)
+    before = getattr(_asked, "position_ids", None)
+    _asked.position_ids = position_ids
     try:
         yield
     finally:
-        _asked.reset(token)
+        _asked.position_ids = before
 
 
 def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
@@ -105,21 +110,20 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.posenc_joint.body is not self:
+        joint = next((joint for joint in self.posenc_joints if joint.body is self), None)
+        if joint is None:
             if "position_ids" in parameters or "position_ids" not in kwargs:
                 return stock.forward(self, *args, **kwargs)
             with _asking(kwargs.pop("position_ids")):  # a head that would drop them
                 return stock.forward(self, *args, **kwargs)
         kwargs.update(zip(parameters, args, strict=False))
         if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = _asked.get()
-        positions, cache = _prepare(self, kwargs)
-        if self.posenc_family.declared is None:
-            output = stock.forward(self, posenc_positions=positions, **kwargs)
-        else:
-            with carrying(positions):
-                output = stock.forward(self, **kwargs)
-        if uses_key_positions(self.posenc_joint.encoding):
+            kwargs["position_ids"] = getattr(_asked, "position_ids", None)
+        positions, cache = _prepare(self, joint.encoding, kwargs, takes_ids="position_ids" in parameters)
+        handed = {"posenc_positions": positions} if self.posenc_family.declared is None else {}
+        with carrying(positions):  # for tables and declared attention, to which no model hands further arguments down
+            output = stock.forward(self, **handed, **kwargs)
+        if uses_key_positions(joint.encoding):
             # the cache may have been made inside; whoever holds it next finds the positions of its keys beside it
             held = output.values() if hasattr(output, "values") else output
             for kept in [cache, *(item for item in held if isinstance(item, Cache))]:
@@ -130,11 +134,14 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _prepare(model: Any, kwargs: dict[str, Any]) -> tuple[Positions, Any]:
+def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_ids: bool) -> tuple[Positions, Any]:
     """Resolve the positions of a call and write what the stock forward must see into its keywords."""
-    joint: Joint = model.posenc_joint
     family: Family = model.posenc_family
-    encoding = joint.encoding
+    if kwargs.get("position_ids") is not None and not takes_ids and family.declared is None:
+        raise ConfigError(
+            f"position_ids were given to {model.posenc_stock.__name__}, which takes none: it counts the tokens that "
+            "the attention mask shows, behind those in the cache. Leave them out."
+        )
     states: Tensor | None = kwargs.get("inputs_embeds")
     ids: Tensor | None = kwargs.get("input_ids")
     given: Any = states if states is not None else ids
@@ -145,7 +152,9 @@ def _prepare(model: Any, kwargs: dict[str, Any]) -> tuple[Positions, Any]:
         # positions that jump or repeat would be taken for packed sequences and cut the mask; they say where, not whom
         past = int(cache.get_seq_length()) if cache is not None else 0
         kwargs["attention_mask"] = torch.ones(given.shape[0], past + length, dtype=torch.long, device=device)
-    kwargs["position_ids"] = positions.query
+    kwargs.pop("position_ids", None)
+    if takes_ids:
+        kwargs["position_ids"] = positions.query
     if family.token_type_buffer and kwargs.get("token_type_ids") is None:
         kwargs["token_type_ids"] = torch.zeros(given.shape[:2], dtype=torch.long, device=device)
     if family.table is None and encoding.overrides("embed"):

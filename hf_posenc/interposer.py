@@ -252,6 +252,7 @@ def posenc_attention(
         BackendError: the backend cannot carry the encoding.
     """
     call: _Call = kwargs.pop("posenc_call")
+    kwargs.pop("position_bias", None)  # T5's own: zeros, now that its table is gone
     encoding, positions = call.encoding, call.positions
     backend, stock = _stock_function(module)
     check_backend(encoding, backend)

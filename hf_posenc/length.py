@@ -17,34 +17,60 @@ def table_start(family: Family, config: Any) -> int:
     return family.table_offset
 
 
+def rows_before(family: Family, config: Any) -> int:
+    """Return how many rows the config counts into its length that belong to no position (RoBERTa counts them)."""
+    return table_start(family, config) if family.counts_padding and not family.table_grows else 0
+
+
+def trained_length(family: Family, config: Any) -> int:
+    """Return the length that a model was trained for, in tokens, also after a patch made it longer.
+
+    Raises:
+        UnsupportedFamilyError: neither the config nor the record says it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    length = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    if length:
+        return int(length)
+    stated = getattr(config, family.length, None) or getattr(config, "max_position_embeddings", None)
+    if stated is None and family.usual_length is None:
+        raise UnsupportedFamilyError(
+            f"this {type(config).__name__} does not say how long a text its model was trained for; set "
+            f"model.config.{family.length} to that number of tokens."
+        )
+    return int(stated) - rows_before(family, config) if stated else int(family.usual_length or 0)
+
+
 def max_length(model: nn.Module) -> int | None:
     """Return the number of positions the model can express, or None where no table ends.
 
     For a learned table these are its rows without the offset rows (a RoBERTa of 514 rows takes 512 tokens). Rotary,
     bias-based and sinusoidal models have no last position: how well they do past their trained length is a matter of
-    measurement, not of this function.
+    measurement, not of this function. An encoder-decoder takes what the shorter of its text stacks takes.
     """
-    for path, module in model.named_modules():
-        if path.rsplit(".", 1)[-1] == "posenc":
-            rows: int | None = module.max_positions()
-            return rows
-    config = getattr(model, "config", None)
+    patched: list[Any] = [module for path, module in model.named_modules() if path.rpartition(".")[2] == "posenc"]
+    ends = [module.max_positions() for module in patched]
+    config: Any = getattr(model, "config", None)
     try:
         family = find_family(config.model_type if config is not None else "")
     except UnsupportedFamilyError:
-        return _rows_of_any_table(model)
-    if family.table is None:
+        return ends[0] if ends else _rows_of_any_table(model)
+    if family.stacks or not ends:
+        bodies = ((record.body_of(stack), stack.config, record) for stack, record in family.stacks_of(model).values())
+        ends += [_rows(body, config, record) for body, config, record in bodies if not hasattr(body, "posenc")]
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _rows(body: nn.Module, config: Any, family: Family) -> int | None:
+    """Return the number of positions that the stock table of a body has rows for, or None where none ends."""
+    if family.table is None or family.table_grows:
         return None
-    table = family.body_of(model).get_submodule(family.table)
-    return None if hasattr(table, "make_weights") else len(table_rows(table)) - table_start(family, config)
+    return len(table_rows(body.get_submodule(family.table))) - table_start(family, config)
 
 
 def table_rows(table: nn.Module) -> Tensor:
-    """Return the rows of a table of positions, (rows, hidden_size).
-
-    Sinusoids that a model computes itself, and further ones when it needs them (`make_weights`), are kept as `weights`.
-    """
-    rows: Tensor = table.weights if hasattr(table, "make_weights") else table.weight  # type: ignore[assignment]
+    """Return the rows of a table of positions, (rows, hidden_size), which tables that grow call `weights`."""
+    rows: Tensor = table.weights if hasattr(table, "weights") else table.weight  # type: ignore[assignment]
     return rows
 
 

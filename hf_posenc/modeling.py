@@ -101,9 +101,10 @@ def _blank(factory: Callable[..., Any], *arguments: Any) -> Any:
 def _set_attn_implementation(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """Set the attention backend, as transformers does; raises BackendError where it cannot carry the encoding."""
     asked = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
-    declared = self.posenc_joint.body.posenc_family.declared
+    declared = self.posenc_joints[-1].body.posenc_family.declared
     for backend in asked.values():
-        check_backend(self.posenc_joint.encoding, backend)
+        for joint in self.posenc_joints:
+            check_backend(joint.encoding, backend)
         if declared is not None:
             check_declared_backend(declared, backend, type(self).__name__)
     if declared is not None:  # for transformers its attention has one backend, and cannot be given another
@@ -122,7 +123,7 @@ def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
 def _positions_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the `position_ids` of `generate`, which starts at 0 whatever the model's own convention is."""
     ids = self.posenc_stock._prepare_position_ids_for_generation(self, *args, **kwargs)
-    family = self.posenc_joint.body.posenc_family
+    family = self.posenc_joints[-1].body.posenc_family
     return ids + table_start(family, self.config) if family.counts_padding else ids
 
 

@@ -60,7 +60,7 @@ def patch(model: M, config: EncodingConfig, *, family: Family | None = None, ver
         PosencError: what `plan` raises. The model is untouched then.
     """
     decided = plan(model, config, family=family)
-    before = Probe(model) if verify else None
+    before = {name: Probe(part.model_of(model)) for name, part in decided.parts.items()} if verify else None
     install(model, decided)
     if before is not None:
         try:
@@ -143,8 +143,8 @@ def _family_of(model: PreTrainedModel) -> Family:
             raise
         if model.config.is_encoder_decoder:
             raise UnsupportedFamilyError(
-                f"{model_type!r} has positions in an encoder and in a decoder, and a record describes one body only; "
-                "encoder-decoders cannot be patched yet."
+                f"no family record describes model_type {model_type!r}, which has positions in an encoder and in a "
+                "decoder; write one with stacks=('encoder', 'decoder') and pass it as family=."
             ) from None
         try:
             record = discover(model)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.config import Encoding, EncodingConfig
-from hf_posenc.declared import check_declared_backend, is_causal, key_value_heads
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError, UnsupportedFamilyError
+from hf_posenc.anatomy import attention_modules, biased, by_layer_type, check_record, geometry_of, own_rope
+from hf_posenc.config import Encoding, EncodingConfig, encoding
+from hf_posenc.declared import check_declared_backend
+from hf_posenc.errors import ConfigError, PosencError, UnsupportedEncodingError, UnsupportedFamilyError
 from hf_posenc.family import DeclaredAttention, Family
 from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
 from hf_posenc.interposer import check_backend, looks_up_attention, uses_attention
-from hf_posenc.length import table_rows, table_start
 from hf_posenc.positions import Geometry
 from hf_posenc.trial import check
 
@@ -35,6 +35,10 @@ class PatchPlan:
         route: `native` where transformers itself computes the new encoding, otherwise `interposer`.
         changes: path of a module -> (class now, class then).
         attention: paths of the attention modules among them.
+        stack: path of the model whose one body this is about: empty, except in a model of several stacks.
+        keeps: whether the model has to say within its trained length what it said before.
+        stacks: the plans of the stacks, by name, where there are several. What stands above then sums them up: all of
+            `changes` and `attention`, the `geometry` of the last one, which is the one that generates.
     """
 
     family: Family
@@ -43,58 +47,29 @@ class PatchPlan:
     route: str
     changes: dict[str, tuple[str, str]]
     attention: tuple[str, ...] = ()
+    stack: str = ""
+    keeps: bool = False
+    stacks: Mapping[str, PatchPlan] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Mapping[str, PatchPlan]:
+        """The plans of all bodies by the name of their stack, which is empty where there is one body."""
+        return self.stacks or {"": self}
+
+    def model_of(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the model, itself or one of its stacks, whose one body this plan is about."""
+        part: Any = model.get_submodule(self.stack)
+        return part  # type: ignore[no-any-return]
+
+    def body_of(self, model: PreTrainedModel) -> Any:
+        """Return the body that this plan is about."""
+        return self.family.body_of(self.model_of(model))
 
     def __str__(self) -> str:
         """Return the table that `print(posenc.plan(...))` shows."""
         width = max(len(path) for path in self.changes)
         lines = [f"{path:<{width}}  {now} -> {then}" for path, (now, then) in self.changes.items()]
         return "\n".join([f"{self.config} by the {self.route} route:", *lines])
-
-
-def attention_modules(body: nn.Module, family: Family) -> dict[str, nn.Module]:
-    """Return the self-attention modules of a body by path; cross-attention is left out."""
-    return {
-        path: module
-        for path, module in body.named_modules()
-        if any(cls.__name__ in family.attention for cls in type(module).__mro__)
-        and not getattr(module, "is_cross_attention", False)
-    }
-
-
-def geometry_of(model: PreTrainedModel, family: Family) -> Geometry:
-    """Read the plain numbers of a model that encodings depend on."""
-    config, body = model.config, family.body_of(model)
-    heads = config.num_attention_heads
-    found = attention_modules(body, family).values()
-    table = body.get_submodule(family.table) if family.table else None
-    embedded = getattr(config, "embedding_size", None) if family.table is None else None
-    hidden = embedded or config.hidden_size
-    if table is not None and not isinstance(table, PositionTable):
-        hidden = table_rows(table).shape[1]
-    rope = getattr(config, "rope_parameters", None) or {}
-    length = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    stated = getattr(config, family.length, None) or getattr(config, "max_position_embeddings", None)
-    if length is None and stated is None:
-        raise UnsupportedFamilyError(
-            f"the config of this {type(model).__name__} does not say how long a text it was trained for; set "
-            f"model.config.{family.length} to that number of tokens."
-        )
-    stated = (stated or 0) - (table_start(family, config) if family.counts_padding else 0)
-    kept = getattr(config, "num_key_value_heads", None) or heads
-    if family.declared and found:
-        kept = key_value_heads(next(iter(found)), family.declared)
-    return Geometry(
-        hidden_size=int(hidden),
-        num_attention_heads=heads,
-        num_key_value_heads=kept,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_position_embeddings=int(length or stated),
-        causal=all(_is_causal(module, family) for module in found),
-    )
-
-
-def _is_causal(module: nn.Module, family: Family) -> bool:
-    return is_causal(module, family.declared) if family.declared else bool(getattr(module, "is_causal", True))
 
 
 def swaps_attention(encoding: Encoding, family: Family) -> bool:
@@ -107,39 +82,81 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
 
     Raises:
         ConfigError, UnsupportedEncodingError: the encoding does not fit the model.
-        UnsupportedFamilyError: the model is not built as the record says.
+        UnsupportedFamilyError: the model is not built as the record says, or a stack cannot be reached.
         BackendError: the model's attention backend cannot carry the encoding.
     """
-    body = family.body_of(model)
+    held, unreached = family.stacks_of(model), dict(family.unreached)
+    if not held:
+        raise UnsupportedFamilyError(f"{type(model).__name__} has none of the stacks {', '.join(family.stacks)}.")
+    asked = config.for_stacks([*held, *unreached]) if family.stacks else {"": config}
+    named = any(own is not config for own in asked.values())
+    plans = {}
+    for name, own in asked.items():
+        if name in unreached and (named or name in held):
+            raise UnsupportedFamilyError(f"the {name} of {type(model).__name__} cannot be patched: {unreached[name]}.")
+        if name in held:
+            plans[name] = _plan_stack(model, *held[name], own, name=name)
+    last = list(plans.values())[-1]
+    if len(plans) == 1 and not named:
+        return last
+    return PatchPlan(
+        family=family,
+        config=encoding("stacks", **{name: plan.config for name, plan in plans.items()}),
+        geometry=last.geometry,
+        route=last.route,
+        changes={path: change for plan in plans.values() for path, change in plan.changes.items()},
+        attention=tuple(path for plan in plans.values() for path in plan.attention),
+        stacks=plans,
+    )
+
+
+def _plan_stack(
+    model: PreTrainedModel, stack: PreTrainedModel, family: Family, config: EncodingConfig, *, name: str
+) -> PatchPlan:
+    """Decide what changes in one stack; errors say in which."""
+    try:
+        return _plan_body(model, stack, family, config)
+    except PosencError as error:
+        if not name:
+            raise
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _plan_body(model: PreTrainedModel, stack: PreTrainedModel, family: Family, config: EncodingConfig) -> PatchPlan:
+    """Decide what changes in the one body of `stack`, which is the model or a part of it."""
+    body = family.body_of(stack)
     found = attention_modules(body, family)
-    _check_record(model, family, found)
-    geometry = geometry_of(model, family)
+    check_record(stack, family, found)
+    geometry = geometry_of(stack, family)
     switched = [name for name in family.switches if getattr(body, name)]
-    rope = None if switched else _own_rope(model, family, geometry)
+    rope = None if switched else own_rope(stack, family, geometry)
     config = _for_model(config, geometry, rope)
     config.check(geometry)
     _check_pairing(config, family)
-    prefix = next(path for path, module in model.named_modules() if module is body)
-    prefix = prefix and f"{prefix}."
+    paths = {id(module): path for path, module in model.named_modules()}
+    prefix = paths[id(body)] and f"{paths[id(body)]}."
     changes: dict[str, tuple[str, str]] = {}
-    parameters = None if switched or by_layer_type(rope) else native_parameters(config, geometry, family)
+    stock_rope = stack is model and not switched and not by_layer_type(rope)
+    parameters = native_parameters(config, geometry, family) if stock_rope else None
     if family.rotary and parameters:
         now = type(body.get_submodule(family.rotary)).__name__
         changes[prefix + family.rotary] = (_rope_text(rope or {}, now), _rope_text(parameters, now))
         return PatchPlan(family=family, config=config, geometry=geometry, route="native", changes=changes)
     with torch.device("meta"):  # built to be asked; nothing that depends on the length is allocated
-        encoding = config.build_layers(geometry, len(found))
-    check_backend(encoding, model.config._attn_implementation)
-    _check_attention(model, encoding, family, found)
+        built = config.build_layers(geometry, len(found))
+    check_backend(built, stack.config._attn_implementation)
+    _check_attention(stack, built, family, found)
     stand_ins = [(family.table, PositionTable), (family.rotary, NoRotation), *((p, Unheard) for p in family.silent)]
     for path, stand_in in stand_ins:
         if path:
             changes[prefix + path] = (type(body.get_submodule(path)).__name__, stand_in.__name__)
     changes |= {f"{prefix}{name}": ("True", "False") for name in switched}
-    attention = found if swaps_attention(encoding, family) else {}
+    for path, module in biased(found, family).items():
+        changes[f"{prefix}{path}.{family.bias}"] = (type(module.get_submodule(family.bias or "")).__name__, "nothing")
+    attention = found if swaps_attention(built, family) else {}
     for path, module in attention.items():
         changes[prefix + path] = (type(module).__name__, config.label + type(module).__name__)
-    changes[prefix + "posenc"] = ("nothing", type(encoding).__name__)
+    changes[prefix + "posenc"] = ("nothing", type(built).__name__)
     return PatchPlan(
         family=family,
         config=config,
@@ -147,7 +164,19 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
         route="interposer",
         changes=changes,
         attention=tuple(prefix + path for path in attention),
+        stack=paths[id(stack)],
+        keeps=_keeps(stack, config, family, found),
     )
+
+
+def _keeps(model: PreTrainedModel, config: EncodingConfig, family: Family, found: Mapping[str, nn.Module]) -> bool:
+    """Tell whether an encoding computes what the model does already, from the table that it takes over."""
+    if family.bias:
+        shared = len(biased(found, family)) == 1
+        buckets, distance = model.config.relative_attention_num_buckets, model.config.relative_attention_max_distance
+        return config == encoding("t5", num_buckets=buckets, max_distance=distance, per_layer=not shared)
+    beside = family.declared is not None and family.declared.positional
+    return config.within_length == "kept" and bool(family.table) and not beside
 
 
 def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family) -> dict[str, Any] | None:
@@ -164,38 +193,6 @@ def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family
     if family.partial_rotary:
         return parameters
     return parameters if parameters.pop("partial_rotary_factor") == 1.0 else None
-
-
-def _check_record(model: PreTrainedModel, family: Family, found: dict[str, nn.Module]) -> None:
-    """Raise UnsupportedFamilyError where a model is not built as a record says."""
-    body, name = family.body_of(model), type(model).__name__
-    expected = getattr(model.config, family.layers)
-    if len(found) != expected:
-        raise UnsupportedFamilyError(
-            f"{name} has {expected} layers, but {len(found)} self-attention modules of the declared "
-            f"classes {', '.join(family.attention)}; its record does not describe it. See posenc.discover(model)."
-        )
-    paths = {path for path, _ in body.named_modules()}
-    for path in (family.table, family.rotary, *family.silent):
-        if path and path not in paths:
-            raise UnsupportedFamilyError(
-                f"{name} has no module {path!r}, where the record of {family.name!r} says that its positions come "
-                "from: this one was configured to take them from elsewhere. See posenc.discover(model)."
-            )
-
-
-def _own_rope(model: PreTrainedModel, family: Family, geometry: Geometry) -> Mapping[str, Any] | None:
-    """Return the model's own rotation in transformers' terms, or None where it has none."""
-    if family.sine_first:
-        share = (getattr(model.config, "rotary_dim", None) or geometry.head_dim) / geometry.head_dim
-        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
-    rope: Mapping[str, Any] | None = getattr(model.config, "rope_parameters", None) if family.rotary else None
-    return rope
-
-
-def by_layer_type(rope: Mapping[str, Any] | None) -> bool:
-    """Tell whether a model has rotary parameters for every type of layer, as those with two thetas do."""
-    return rope is not None and any(isinstance(value, dict) for value in rope.values())
 
 
 def _for_model(config: EncodingConfig, geometry: Geometry, rope: Mapping[str, Any] | None) -> EncodingConfig:

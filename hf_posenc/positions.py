@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -138,22 +138,23 @@ def resolve(
     return steps + past_length
 
 
-_carried: ContextVar[Positions | None] = ContextVar("posenc_positions", default=None)
+_running = threading.local()
 
 
 def carried() -> Positions | None:
-    """Return the positions of the model call in progress, where its layers do not hand them down."""
-    return _carried.get()
+    """Return the positions of the model call in progress in this thread, where its layers do not hand them down."""
+    return getattr(_running, "positions", None)
 
 
 @contextmanager
 def carrying(positions: Positions | None) -> Iterator[None]:
-    """Hold the positions of a model call for the attention modules that run meanwhile."""
-    token = _carried.set(positions)
+    """Hold the positions of a model call for the modules that run meanwhile."""
+    before = carried()
+    _running.positions = positions
     try:
         yield
     finally:
-        _carried.reset(token)
+        _running.positions = before
 
 
 def checkpointed(stock: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,7 @@ class Scores:
     Args:
         encoding: the encoding in force.
         positions: of the queries and of the keys, the bias of which is asked for.
-        mask: None, boolean or additive, (1|b, 1|h, q, k).
+        mask: None, boolean or additive, (1|b, 1|h, 1|q, k).
         causal: whether a call without a mask means a causal one.
         dtype: what the attention function takes.
         scaling: factor that makes a score of the product of query and key.
@@ -138,7 +138,7 @@ class Scores:
         with exactly(query.device):
             bias, mask = self.encoding.bias(query * self.scaling, key, self.at(rows, keys)), self.mask
         if mask is not None:
-            mask = mask[:, :, rows, :keys]
+            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), :keys]  # one row may stand for all
         elif self.triangle:
             mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(key.device)
         if mask is not None and mask.dtype == torch.bool:

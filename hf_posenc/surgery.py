@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.anatomy import attention_modules, biased
 from hf_posenc.config import from_dict
 from hf_posenc.declared import replacement
 from hf_posenc.errors import PatchStateError
 from hf_posenc.family import find_family
 from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
 from hf_posenc.interposer import Joint
-from hf_posenc.length import table_rows, table_start
+from hf_posenc.length import rows_before, table_rows, table_start
 from hf_posenc.modeling import announce, config_class, model_class
-from hf_posenc.planning import PatchPlan, attention_modules, make_plan, native_parameters, swaps_attention
+from hf_posenc.planning import PatchPlan, make_plan, native_parameters, swaps_attention
 from hf_posenc.positions import checkpointed
 
 RECORD = "posenc_record"
@@ -45,7 +46,7 @@ def install(model: PreTrainedModel, plan: PatchPlan) -> None:
     if record_of(model) is not None:
         raise PatchStateError("the model is patched already; call posenc.unpatch(model) first.")
     record = _Record(plan=plan)
-    config = copy.deepcopy(model.config)
+    config = _own_config(model, record)
     if plan.route == "native":
         _install_native(model, config, record)
     else:
@@ -55,51 +56,31 @@ def install(model: PreTrainedModel, plan: PatchPlan) -> None:
 
 def _install_native(model: PreTrainedModel, config: Any, record: _Record) -> None:
     """Write transformers' own rope parameters and rebuild the rotary module, without which they change nothing."""
-    plan, body = record.plan, record.plan.family.body_of(model)
+    plan, body = record.plan, record.plan.body_of(model)
     parameters = native_parameters(plan.config, plan.geometry, plan.family) or {}
     config.rope_parameters = parameters
     original = parameters.get("original_max_position_embeddings")
     if original:
         config.max_position_embeddings = max(config.max_position_embeddings, round(original * parameters["factor"]))
-    _use_config(model, config, record)
     old = body.get_submodule(plan.family.rotary or "")
     new = type(old)(config=config).to(next(body.parameters()).device)
     _replace(body, plan.family.rotary or "", new, record)
 
 
 def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) -> None:
-    plan, family = record.plan, record.plan.family
-    body = family.body_of(model)
-    weight = next(body.parameters())
-    encoding = plan.config.build_layers(plan.geometry, getattr(model.config, family.layers))
-    encoding.to(device=weight.device, dtype=weight.dtype)
-    joint = Joint(body)
-    if family.table:
-        table = body.get_submodule(family.table)
-        start = table_start(family, model.config)
-        encoding.adopt(table_rows(table)[start:])
-        _replace(body, family.table, PositionTable(joint), record)
-    if family.rotary:
-        width = rotary_width(body.get_submodule(family.rotary))
-        _replace(body, family.rotary, NoRotation(width=width, sine_first=family.sine_first), record)
-    for path in family.silent:
-        _replace(body, path, Unheard(), record)
-    for name in family.switches:
-        record.attributes.append((body, name, getattr(body, name)))
-        setattr(body, name, False)
-    attention = attention_modules(body, family).values() if swaps_attention(encoding, family) else ()
-    for layer, module in enumerate(attention):
-        stock: Any = type(module)
-        _swap(module, replacement(stock, plan.config.label, family), joint, record)
-        module.__dict__["posenc_layer"] = layer
-    body.posenc = encoding.train(body.training)
+    plan = record.plan
+    joints = {}
+    for part in plan.parts.values():
+        stack = part.model_of(model)
+        joints[stack] = _install_body(stack, part, record)
     _describe(config, plan)
-    _use_config(model, config, record)
-    body.__dict__["posenc_family"] = family
-    for part in dict.fromkeys((model, model.base_model, body)):
-        stock = type(part)
-        _swap(part, model_class(stock, rebuild), joint, record)
-    if family.declared:
+    for stack, joint in joints.items():
+        for module in dict.fromkeys((stack, stack.base_model, joint.body)):
+            _swap_model(module, (joint,), record)
+    for module in dict.fromkeys((model, model.base_model)):
+        if "posenc_joints" not in module.__dict__:
+            _swap_model(module, tuple(joints.values()), record)
+    if any(part.family.declared for part in plan.parts.values()):
         _checkpoint_with_positions(model, record)
     if getattr(model, "loss_type", "") is None and plan.geometry.causal and model.get_output_embeddings() is not None:
         # transformers reads the loss off the class name, and finds none in names such as GPT2LMHeadModel
@@ -117,6 +98,47 @@ def _checkpoint_with_positions(model: PreTrainedModel, record: _Record) -> None:
             module.__dict__[name] = partial(checkpointed, stock)
 
 
+def _install_body(model: PreTrainedModel, plan: PatchPlan, record: _Record) -> Joint:
+    """Put the encoding into one body, in the place of all that it had of its own."""
+    family, body = plan.family, plan.family.body_of(model)
+    weight, found = next(body.parameters()), attention_modules(body, plan.family)
+    encoding = plan.config.build_layers(plan.geometry, len(found))
+    encoding.to(device=weight.device, dtype=weight.dtype)
+    joint = Joint(body)
+    if family.table:
+        encoding.adopt(table_rows(body.get_submodule(family.table))[table_start(family, model.config) :])
+        _replace(body, family.table, PositionTable(joint), record)
+    if family.rotary:
+        width = rotary_width(body.get_submodule(family.rotary))
+        _replace(body, family.rotary, NoRotation(width=width, sine_first=family.sine_first), record)
+    for path in family.silent:
+        _replace(body, path, Unheard(), record)
+    for name in family.switches:
+        record.attributes.append((body, name, getattr(body, name)))
+        setattr(body, name, False)
+    own = [_take_bias(module, family.bias or "", record) for module in biased(found, family).values()]
+    if own:
+        encoding.adopt_bias(own)
+    for layer, module in enumerate(found.values() if swaps_attention(encoding, family) else ()):
+        stock: Any = type(module)
+        _swap(module, replacement(stock, plan.config.label, family), record)
+        module.__dict__.update(posenc_joint=joint, posenc_layer=layer)
+    body.posenc = encoding.train(body.training)
+    body.__dict__["posenc_family"] = family
+    return joint
+
+
+def _take_bias(module: nn.Module, name: str, record: _Record) -> Tensor:
+    """Take an attention module's own table of biases out, without which it adds zeros, and return its rows."""
+    table = module.get_submodule(name)
+    record.modules.append((module, name, table))
+    record.attributes.append((module, f"has_{name}", True))
+    module.__dict__[f"has_{name}"] = False
+    del module._modules[name]
+    rows: Tensor = table.weight  # type: ignore[assignment]
+    return rows
+
+
 def _describe(config: Any, plan: PatchPlan) -> None:
     """Make the copied config that of a patched model."""
     if not config.model_type.startswith("posenc_"):
@@ -126,18 +148,24 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     config.posenc = plan.config.to_dict()
     # the length that the weights were trained for stays on record when a longer table changes the model's own
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
-    rows = plan.config.__dict__.get("max_position_embeddings")
-    if rows:
-        config.max_position_embeddings = rows + (table_start(plan.family, config) if plan.family.counts_padding else 0)
+    parts, family = plan.parts.values(), plan.family
+    lengths = {part.config.__dict__.get("max_position_embeddings") for part in parts}
+    length = lengths.pop() if len(lengths) == 1 else None
+    whole = len(parts) >= len(family.stacks)  # a stack that was left alone goes by the length that it had
+    if length and whole and hasattr(config, family.length):
+        setattr(config, family.length, length + rows_before(family, config))
 
 
-def _use_config(model: PreTrainedModel, config: Any, record: _Record) -> None:
-    """Give the model a config of its own; another model may share the one it has."""
-    shared = model.config
+def _own_config(model: PreTrainedModel, record: _Record) -> Any:
+    """Give the model a config of its own, with those inside it, and return it; the one it has may be shared."""
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(model.config, copies)
     for module in model.modules():
-        if module.__dict__.get("config") is shared:
+        shared = module.__dict__.get("config")
+        if id(shared) in copies:
             record.attributes.append((module, "config", shared))
-            module.__dict__["config"] = config
+            module.__dict__["config"] = copies[id(shared)]
+    return config
 
 
 def _replace(body: nn.Module, path: str, new: nn.Module, record: _Record) -> None:
@@ -148,10 +176,15 @@ def _replace(body: nn.Module, path: str, new: nn.Module, record: _Record) -> Non
     parent._modules[name] = new
 
 
-def _swap(module: nn.Module, cls: type[nn.Module], joint: Joint, record: _Record) -> None:
+def _swap(module: nn.Module, cls: type[nn.Module], record: _Record) -> None:
     record.classes.append((module, type(module)))
     module.__class__ = cls
-    module.__dict__["posenc_joint"] = joint
+
+
+def _swap_model(module: Any, joints: tuple[Joint, ...], record: _Record) -> None:
+    stock: Any = type(module)
+    _swap(module, model_class(stock, rebuild), record)
+    module.__dict__["posenc_joints"] = joints
 
 
 def remove(model: PreTrainedModel) -> None:
@@ -167,16 +200,18 @@ def remove(model: PreTrainedModel) -> None:
         raise PatchStateError("the model was loaded with its encoding; its former positions are not in the checkpoint.")
     for module, cls in record.classes:
         module.__class__ = cls
-        for name in ("posenc_joint", "posenc_family", "posenc_layer"):
+        for name in ("posenc_joint", "posenc_joints", "posenc_family", "posenc_layer"):
             module.__dict__.pop(name, None)
     weight = next(model.parameters())
     for parent, name, module in record.modules:
         # it stood aside while the model may have moved; the frequencies of a rotary module stay in float32
-        module.to(device=weight.device, dtype=weight.dtype if isinstance(module, nn.Embedding) else None)
+        table = isinstance(module, nn.Embedding) or hasattr(module, "weights")
+        module.to(device=weight.device, dtype=weight.dtype if table else None)
         parent._modules[name] = module.train(model.training)
     for module, name, value in record.attributes:
         module.__dict__[name] = value
-    record.plan.family.body_of(model)._modules.pop("posenc", None)
+    for part in record.plan.parts.values():
+        part.body_of(model)._modules.pop("posenc", None)
     del model.__dict__[RECORD]
 
 
@@ -190,7 +225,7 @@ def rebuild(model: PreTrainedModel) -> None:
     if made_patched is not None and model.base_model is not model:
         # the class has its base made by AutoModel, which knows our config
         model.__dict__[RECORD] = model.base_model.__dict__.pop(RECORD)
-        model.__dict__["posenc_joint"] = model.base_model.posenc_joint
+        model.__dict__["posenc_joints"] = model.base_model.posenc_joints
         return
     model.__class__ = type(model).posenc_stock  # type: ignore[attr-defined]
     plan = make_plan(model, from_dict(spec), find_family(config.model_type))

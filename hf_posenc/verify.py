@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.anatomy import attention_modules
 from hf_posenc.config import Encoding
 from hf_posenc.declared import replacement
 from hf_posenc.errors import PatchStateError, VerificationError
 from hf_posenc.interposer import CACHE_ARGUMENTS
-from hf_posenc.planning import PatchPlan, attention_modules
+from hf_posenc.planning import PatchPlan
 from hf_posenc.surgery import record_of
 
 TOKENS = 16
@@ -61,7 +62,8 @@ class Probe:
         limit = getattr(config, "max_position_embeddings", 2 * TOKENS)
         padding = getattr(config, "pad_token_id", None)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, config.vocab_size - 1, (1, min(TOKENS, limit // 2)), generator=generator)
+        words = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+        ids = torch.randint(0, words - 1, (1, min(TOKENS, limit // 2)), generator=generator)
         # every id but the padding one: some models read padding off the ids
         self.ids = (ids + (ids >= padding) if padding is not None else ids).to(model.device)
         self.logits = answer(model, self.ids)
@@ -91,12 +93,14 @@ def answer(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
     return first.double()
 
 
-def verify(model: PreTrainedModel, *, before: Probe | None = None) -> Certificate:
+def verify(model: PreTrainedModel, *, before: Mapping[str, Probe] | None = None) -> Certificate:
     """Prove on a short random input that a patched model does what its encoding promises.
+
+    Encoder and decoder are asked one by one: what one hears of the other has no positions.
 
     Args:
         model: a patched model.
-        before: the answer of the same model before it was patched, where it is known.
+        before: what each of its parts answered before it was patched, by the name of the stack, where that is known.
 
     Returns:
         What was measured.
@@ -108,11 +112,20 @@ def verify(model: PreTrainedModel, *, before: Probe | None = None) -> Certificat
     record = record_of(model)
     if record is None:
         raise PatchStateError("the model is not patched; there is nothing to verify.")
-    plan = record.plan
-    certificate = Certificate(plan=plan)
+    certificate = Certificate(plan=record.plan)
+    for name, plan in record.plan.parts.items():
+        known = None if before is None else before[name]
+        _verify_part(plan.model_of(model), plan, known, certificate.findings, f"{name}: " if name else "")
+    return certificate
+
+
+def _verify_part(
+    model: PreTrainedModel, plan: PatchPlan, before: Probe | None, findings: dict[str, str], prefix: str
+) -> None:
+    """Prove that a model of one body does what its encoding promises."""
     probe = Probe(model)
     tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
-    check = _Checks(certificate.findings, tolerance * max(1.0, float(probe.logits.abs().max())))
+    check = _Checks(findings, tolerance * max(1.0, float(probe.logits.abs().max())), prefix)
     check.equal("finite", probe.logits.isfinite().all().logical_not().double(), "the logits contain NaN or infinity")
     if plan.route == "native":
         _verify_native(model, plan, check)
@@ -121,29 +134,34 @@ def verify(model: PreTrainedModel, *, before: Probe | None = None) -> Certificat
     if plan.geometry.causal:
         _verify_causal(model, probe, check)
     _verify_padding(model, probe, check)
-    return certificate
 
 
 class _Checks:
-    """Notes findings and refuses bad ones."""
+    """Notes findings, each under a name that gets a prefix, and refuses bad ones."""
 
-    def __init__(self, findings: dict[str, str], tolerance: float) -> None:
+    def __init__(self, findings: dict[str, str], tolerance: float, prefix: str) -> None:
         self.findings = findings
         self.tolerance = tolerance
+        self.prefix = prefix
+
+    def note(self, name: str, found: str) -> None:
+        """Note a finding."""
+        self.findings[self.prefix + name] = found
 
     def equal(self, name: str, difference: Tensor, meaning: str) -> None:
         """Refuse where a difference exceeds the tolerance."""
         size = float(difference.abs().max())
         if not size <= self.tolerance:
-            raise VerificationError(f"{name}: {meaning} (off by {size:.3g}, at most {self.tolerance:.3g} allowed)")
-        self.findings[name] = f"off by {size:.3g}"
+            allowed = f"at most {self.tolerance:.3g} allowed"
+            raise VerificationError(f"{self.prefix}{name}: {meaning} (off by {size:.3g}, {allowed})")
+        self.note(name, f"off by {size:.3g}")
 
     def differs(self, name: str, difference: Tensor, meaning: str) -> None:
         """Refuse where there is no difference at all."""
         size = float(difference.abs().max())
         if not size > 0.0:
-            raise VerificationError(f"{name}: {meaning}")
-        self.findings[name] = f"differs by {size:.3g}"
+            raise VerificationError(f"{self.prefix}{name}: {meaning}")
+        self.note(name, f"differs by {size:.3g}")
 
 
 def _verify_native(model: PreTrainedModel, plan: PatchPlan, check: _Checks) -> None:
@@ -176,16 +194,16 @@ def _verify_interposed(
             swapped.append(module)
     if len(swapped) != len(plan.attention):
         raise VerificationError(f"{len(swapped)} attention modules were replaced, {len(plan.attention)} were planned")
-    check.findings["attention modules"] = str(len(swapped))
-    if before is not None:
-        changed, effect = probe.logits - before.logits, plan.config.within_length
-        beside = plan.family.declared is not None and plan.family.declared.positional
-        if effect == "kept" and plan.family.table and not beside:
-            check.equal("original", changed, "the learned rows changed what the model says")
-        elif effect == "changed":
-            check.differs("original", changed, "the model says exactly what it said before")
+    check.note("attention modules", str(len(swapped)))
     body = plan.family.body_of(model)
     encoding: Encoding = body.posenc
+    if before is not None:
+        changed = probe.logits - before.logits
+        takes_over = bool(plan.family.bias) and encoding.overrides("adopt_bias")
+        if plan.keeps:
+            check.equal("original", changed, "the learned rows changed what the model says")
+        elif plan.config.within_length == "changed" and not takes_over:
+            check.differs("original", changed, "the model says exactly what it said before")
     if any(encoding.overrides(hook) for hook in POSITIONAL):
         # tables that start at zero say nothing yet: what has to matter is what they will say once they are trained
         with _replaced(body, _stirred(encoding)):
@@ -208,7 +226,7 @@ def _stirred(encoding: Encoding) -> Encoding:
 
 @contextmanager
 def _replaced(body: Any, encoding: Encoding) -> Iterator[None]:
-    joint = body.posenc_joint
+    joint = next(joint for joint in body.posenc_joints if joint.body is body)
     joint.override = encoding
     try:
         yield
@@ -226,7 +244,7 @@ def _verify_causal(model: PreTrainedModel, probe: Probe, check: _Checks) -> None
         output = model(input_ids=ids[:, :cut], use_cache=True)
         name = next((name for name in CACHE_ARGUMENTS if name in output), None)
         if name is None:
-            check.findings["cache"] = "the model keeps none"
+            check.note("cache", "the model keeps none")
             return
         cache = output[name]
         steps = [output]

@@ -31,7 +31,7 @@ FLOORS = [
         "declared inputs",
     ),
     *(
-        "modeling trial",
+        "anatomy modeling trial",
         "planning",
         "surgery",
         "verify",

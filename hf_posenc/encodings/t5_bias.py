@@ -8,6 +8,7 @@ reference picks other buckets in half precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,6 +68,12 @@ class T5Encoding(Encoding):
         """Return the row of the bucket, (n,) -> (h, n)."""
         table = self.weight.to(distance.dtype) * self.multiplier
         return nn.functional.embedding(self.buckets(distance), table).T
+
+    @torch.no_grad()
+    def adopt_bias(self, tables: Sequence[Tensor]) -> None:
+        """Copy the table being replaced where it is one for all layers that share this bias, of as many buckets."""
+        if len(tables) == 1 and tables[0].shape == self.weight.shape and not tables[0].is_meta:
+            self.weight.copy_(tables[0] / self.multiplier)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

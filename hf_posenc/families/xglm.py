@@ -10,6 +10,7 @@ register_family(
         attention=("XGLMAttention",),
         table="embed_positions",
         table_offset=2,
+        table_grows=True,
         declared=DeclaredAttention(
             projections=("q_proj", "k_proj", "v_proj"),
             output="out_proj",

@@ -35,7 +35,7 @@ IDENTITY = {"bert_relative", "cope", "drope", "fire", "nope", "shaw", "t5", "tra
 """Those that start as if there were no positions at all. `lerope` starts as `rope`, `ssmax` as what is inside of it."""
 ENDED = {"learned"}
 """Those that cannot express positions past the trained length."""
-NAMES = posenc.encodings()
+NAMES = [name for name in posenc.encodings() if name != "stacks"]  # for models of another kind
 CELLS = [(subject, name) for subject in ("gpt2", "llama", "bert") for name in NAMES]
 CAN = [(subject, name) for subject, name in CELLS if subject != "bert" or name not in CAUSAL_ONLY]
 LAYERED = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, EsmConfig, EsmForMaskedLM
 
@@ -199,11 +198,3 @@ def test_scores_of_its_own_would_lose_caps_and_sinks(model_type: str) -> None:
         assert model.config.attn_logit_softcapping
     with pytest.raises(UnsupportedEncodingError, match=r"caps its scores|has attention sinks"):
         posenc.plan(model, ReRoPE(window=16))
-
-
-@pytest.mark.parametrize("kind", ["Bart", "T5"])
-def test_encoder_decoders_are_refused_as_such(kind: str) -> None:
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "vocab_size": 61, "d_ff": 48}
-    config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(posenc.errors.UnsupportedFamilyError, match="an encoder and in a decoder"):
-        posenc.plan(getattr(transformers, f"{kind}ForConditionalGeneration")(config), posenc.Alibi())
