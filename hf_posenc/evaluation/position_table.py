@@ -100,7 +100,7 @@ def position_table(model: Any) -> Tensor | None:
         family = find_family(model.config.model_type)
     except UnsupportedFamilyError:
         return None
-    if family.table is None:
+    if family.table is None or family.stacks:
         return None
     weight: Tensor = family.body_of(model).get_submodule(family.table).weight
     return weight.detach()[table_start(family, model.config) :].double().cpu()
