@@ -106,9 +106,14 @@ def test_its_own_encoding_put_back_changes_nothing_at_all(model_type: str) -> No
     heard, ids = tokens(2, 50, seed=1), tokens(2, TRAINED)
     heard[0, 40:] = 0
     given = source(model, heard, heard.ne(0).long())
+    attend = model.config._attn_implementation
+    rounded = answers(model, given, ids)
+    model.set_attn_implementation("eager")  # on sdpa a bias of the distance goes another way, which rounds otherwise
     before = answers(model, given, ids)
     posenc.patch(model, own_spec(model_type))
     assert largest(answers(model, given, ids) - before) == 0.0
+    model.set_attn_implementation(attend)
+    assert_same(answers(model, given, ids), rounded)
     with torch.no_grad():
         for body in model.modules():
             for parameter in getattr(body, "posenc", torch.nn.Module()).parameters():
