@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from hf_posenc.anatomy import attention_modules
 from hf_posenc.config import ENCODINGS
 from hf_posenc.errors import PosencError, UnsupportedFamilyError
 from hf_posenc.evaluation import packing
 from hf_posenc.evaluation.diagnosis import text_when_moved
 from hf_posenc.evaluation.position_table import table_report
 from hf_posenc.export import targets
-from hf_posenc.family import find_family
+from hf_posenc.family import Family, find_family
 from hf_posenc.length import max_length
 from hf_posenc.patching import discover, is_patched, plan
-from hf_posenc.planning import attention_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +55,12 @@ def _own_positions(model: PreTrainedModel) -> str:
         family = find_family(model.config.model_type)
     except UnsupportedFamilyError:
         return f"no family record; it looks like {discover(model)}"
+    held = {name: _positions_of(stack, record) for name, (stack, record) in family.stacks_of(model).items()}
+    return "; ".join(f"{name}: {words}" if name else words for name, words in held.items())
+
+
+def _positions_of(model: PreTrainedModel, family: Family) -> str:
+    """Describe where a stock model of one body holds its positions."""
     if family.rotary:
         return f"rotary, {getattr(model.config, 'rope_parameters', None) or f'by {family.rotary}'}"
     if family.table is None:
@@ -67,9 +73,13 @@ def _attention(model: PreTrainedModel) -> str:
         family = find_family(model.config.model_type)
     except UnsupportedFamilyError:
         return ""
-    found = attention_modules(family.body_of(model), family)
-    path, module = next(iter(found.items()), ("", None))
-    return f"{len(found)} times {type(module).__name__}, the first at {path}" if found else ""
+    counted = []
+    for name, (stack, record) in family.stacks_of(model).items():
+        found = attention_modules(record.body_of(stack), record)
+        for path, module in list(found.items())[:1]:
+            where = f"{len(found)} times {type(module).__name__}, the first at {path}"
+            counted.append(f"{name}: {where}" if name else where)
+    return "; ".join(counted)
 
 
 def _trained(model: PreTrainedModel) -> str:

@@ -196,12 +196,18 @@ def read(model: PreTrainedModel, *, length: int | None = None) -> Source:
     Raises:
         PatchStateError: the model is not patched.
         ConfigError: `length` is no positive number, or beyond what the encoding can express.
+        ExportError: the model is an encoder-decoder, or one of the two.
     """
     record = record_of(model)
     if record is None:
         raise PatchStateError("the model is not patched: it is a stock model, which model.save_pretrained writes.")
     plan = record.plan
-    body = plan.family.body_of(model)
+    if plan.stack or plan.stacks:
+        raise ExportError(
+            "no target takes an encoder or a decoder of its own kind over yet; model.save_pretrained writes this one, "
+            "and posenc.from_pretrained reads it."
+        )
+    body = plan.body_of(model)
     module = body.posenc if plan.route == "interposer" else plan.config.build(plan.geometry)
     end = module.max_positions()
     if length is not None and (length < 1 or (end is not None and length > end)):

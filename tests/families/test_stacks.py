@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import hf_posenc as posenc
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError, UnsupportedFamilyError
+from hf_posenc.errors import ConfigError, ExportError, UnsupportedEncodingError, UnsupportedFamilyError
+from hf_posenc.export import routes
+from hf_posenc.inspection import inspection
 from tests.families.stacked import ALONE, BIASED, MODEL_TYPES, REACHED, TABLED, answers, source, steps, stock
 from tests.models import TRAINED, assert_same, largest, logits, tokens
 
@@ -240,6 +242,17 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         posenc.plan(stock("whisper"), posenc.Stacks(encoder=posenc.Alibi()))
     with pytest.raises(UnsupportedFamilyError, match=r"encoder of LongT5.* attention is local"):
         posenc.plan(stock("longt5", attends=False), posenc.Alibi())
+
+
+def test_inspection_speaks_of_both_stacks_and_export_of_neither() -> None:
+    rows = inspection(stock("bart"))
+    assert rows["encoding"].startswith("encoder: BartLearnedPositionalEmbedding at embed_positions; decoder: ")
+    assert "decoder: 2 times BartAttention, the first at layers.0.self_attn" in rows["attention"]
+    assert rows["packed rows"].startswith("not safe")
+    assert "alibi" in rows["can take"]
+    assert "inside the scores" in inspection(stock("t5", attends=False))["encoding"]
+    with pytest.raises(ExportError, match="encoder or a decoder"):
+        routes(posenc.patch(stock("bart"), posenc.Alibi(), verify=False))
 
 
 def test_a_plan_names_the_paths_in_both_stacks() -> None:
