@@ -19,9 +19,11 @@ from hf_posenc.evaluation import (
 from hf_posenc.export import export_native
 from hf_posenc.family import DeclaredAttention, Family, register_family
 from hf_posenc.family import families as _families
+from hf_posenc.hub.bundle import write_bundle as _write_bundle
 from hf_posenc.hub.loading import from_pretrained
 from hf_posenc.hub.registration import register_configs
 from hf_posenc.length import max_length
+from hf_posenc.modeling import when_written as _when_written
 from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
 from hf_posenc.positions import Geometry, Positions
 from hf_posenc.verify import Certificate, verify
@@ -66,6 +68,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 register_configs()
+_when_written(_write_bundle)
 
 # Importing the subpackages of these names has bound them here; the functions are what the package promises.
 encodings = _encodings

@@ -38,7 +38,8 @@ from hf_posenc.scores import (
     without_gates,
 )
 
-NAME = "posenc"
+NAME = __name__.replace(".", "_")
+"""Under this name stands `posenc_attention`; the code beside a saved model is a module of its own and has its own."""
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 BIAS_BACKENDS = ("eager", "sdpa")
 Inner = Callable[..., Any]

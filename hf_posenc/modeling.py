@@ -8,8 +8,10 @@ table.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,6 +27,7 @@ from hf_posenc.positions import checkpointed
 PREFIX = "posenc_"
 Rebuild = Callable[[PreTrainedModel], None]
 _readers: list[Callable[[type[PreTrainedConfig]], None]] = []
+_writers: list[Callable[[PreTrainedConfig, Path], None]] = []
 
 
 def when_read(reader: Callable[[type[PreTrainedConfig]], None]) -> None:
@@ -36,6 +39,24 @@ def announce(stock: type[PreTrainedConfig]) -> None:
     """Call whoever waits for the configs of patched models: one of this stock class exists now."""
     for reader in _readers:
         reader(stock)
+
+
+def when_written(writer: Callable[[PreTrainedConfig, Path], None]) -> None:
+    """Have `writer` called with the config of a patched model and the folder that it is about to be saved into."""
+    _writers.append(writer)
+
+
+def _save_config(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    """Save a config as transformers does, after whatever has to stand beside it."""
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    for writer in _writers:
+        writer(self, folder)
+    self.posenc_stock.save_pretrained(self, save_directory, *args, **kwargs)
+
+
+def _keep_auto_class(cls: Any, auto_class: Any = None) -> None:
+    """Leave the code of this class to `when_written`: transformers would copy this file and name what is not in it."""
 
 
 def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -55,6 +76,8 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "model_type": PREFIX + stock.model_type,
         "posenc_stock": stock,
         "from_dict": classmethod(_from_dict),
+        "save_pretrained": _save_config,
+        "register_for_auto_class": classmethod(_keep_auto_class),
         "__reduce_ex__": lambda self, protocol: (_blank, (config_class, stock), self.__dict__),
     }
     return type(f"Posenc{stock.__name__}", (stock,), body)
@@ -83,6 +106,7 @@ def model_class(stock: type[PreTrainedModel], rebuild: Rebuild) -> type[PreTrain
         "set_attn_implementation": _set_attn_implementation,
         "_set_gradient_checkpointing": _set_gradient_checkpointing,
         "from_pretrained": classmethod(_from_pretrained),
+        "register_for_auto_class": classmethod(_keep_auto_class),
         "_prepare_position_ids_for_generation": _positions_for_generation,
         "__reduce_ex__": lambda self, protocol: (_blank, (model_class, stock, rebuild), self.__dict__),
     }

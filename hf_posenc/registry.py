@@ -59,6 +59,10 @@ class Registry(Generic[T]):
         """Return the things in the order of their names."""
         return [self._things[name] for name in self]
 
+    def close(self) -> None:
+        """Look for no more modules: what is registered is all there is, as in the code beside a saved model."""
+        self._scanned = True
+
     def _scan(self) -> None:
         if self._scanned:
             return

@@ -40,7 +40,11 @@ def register_configs() -> None:
 def register_models(stock: Any) -> None:
     """Register the patched twin of every model class that an Auto class has for a stock config class."""
     patched = config_class(stock)
-    for auto, mapping in TASKS.items():
-        found: Any = getattr(transformers, mapping).get(stock, None)
-        if isinstance(found, type):
-            getattr(transformers, auto).register(patched, model_class(found, rebuild), exist_ok=True)
+    for auto, found in tasks_of(stock).items():
+        getattr(transformers, auto).register(patched, model_class(found, rebuild), exist_ok=True)
+
+
+def tasks_of(stock: Any) -> dict[str, Any]:
+    """Return Auto class -> the model class that it has for a stock config class, where it has one."""
+    found = {auto: getattr(transformers, mapping).get(stock, None) for auto, mapping in TASKS.items()}
+    return {auto: cls for auto, cls in found.items() if isinstance(cls, type)}
