@@ -273,8 +273,11 @@ def from_dict(spec: dict[str, Any]) -> EncodingConfig:
     if not isinstance(name, str):
         raise ConfigError(f"a position-encoding spec needs a 'name', was: {spec!r}")
     if version != SCHEMA_VERSION:
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
         raise ConfigError(
-            f"position-encoding spec version {version!r} is not readable; this hf_posenc reads version {SCHEMA_VERSION}"
+            f"position-encoding spec version {version!r} of {name!r} is not readable: "
+            + ("a newer hf_posenc wrote it; upgrade this one, which" if newer else "no release wrote it; this one")
+            + f" reads version {SCHEMA_VERSION}."
         )
     return encoding(name, **fields)
 

@@ -152,16 +152,24 @@ def _positions_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _from_pretrained(cls: Any, /, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-    """Load as transformers does; raises CheckpointError where weights of the body or the encoding do not match."""
+    """Load as transformers does, from safetensors; raises CheckpointError where weights of the model do not match.
+
+    A part of the body that the checkpoint has nothing of is new in this class, as BERT's pooler is where a classifier
+    is made of a language model: transformers starts it at random and says so.
+    """
+    if kwargs.setdefault("use_safetensors", True) is False:
+        raise CheckpointError("the model is patched, and such models are read from safetensors only.")
     load = cls.posenc_stock.from_pretrained.__func__
     model, info = load(cls, *args, output_loading_info=True, **kwargs)
     body = "" if model.base_model is model else f"{cls.base_model_prefix}."
-    missing = {key for key in info["missing_keys"] if key.startswith(body)}
-    if all(key in missing for key in model.state_dict() if key.startswith(body)):
-        missing = set()  # a file that holds nothing of this model: transformers has listed what is missing
+    absent = {key for key in info["missing_keys"] if key.startswith(body)}
+    present = {_part(key, body) for key in model.state_dict() if key.startswith(body) and key not in absent}
+    if not present:
+        absent = set()  # a file that holds nothing of this model: transformers has listed what is missing
+    whole = model.config.architectures == [cls.__name__]  # loaded as what it was saved as
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     wrong = {
-        "missing": missing,
+        "missing": {key for key in absent if whole or "posenc." in key or _part(key, body) in present},
         "unexpected": {key for key in info["unexpected_keys"] if "posenc." in key},
         "of another shape": {key for key in mismatched if "posenc." in key},  # others only if asked to ignore them
     }
@@ -169,3 +177,8 @@ def _from_pretrained(cls: Any, /, *args: Any, output_loading_info: bool = False,
     if found:
         raise CheckpointError(f"the weights do not fit the model that the config describes ({found})")
     return (model, info) if output_loading_info else model
+
+
+def _part(key: str, body: str) -> str:
+    """Return the name of the body's child to which a weight belongs."""
+    return key.removeprefix(body).partition(".")[0]
