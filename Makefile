@@ -18,7 +18,7 @@ QUICKSTART := .venv-quickstart
 RELEASES := .venv-releases
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types test-slow test-oldest test-releases format clean
+.PHONY: help quickstart test lint types test-slow test-oldest test-releases format cards clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ test-releases: $(RELEASES)/stamp  ## the contract tests on every minor release o
 format: $(DEV)/stamp  ## let ruff fix and format the code
 	$(DEV)/bin/ruff check --fix .
 	$(DEV)/bin/ruff format .
+
+cards: $(DEV)/stamp  ## write the cards in model_cards/ again, from their results
+	$(DEV)/bin/hf-posenc card model_cards/quickstart --name "hf-posenc quickstart" --licence apache-2.0
 
 clean:  ## remove the environments and caches
 	rm -rf $(DEV) $(OLDEST) $(QUICKSTART) $(RELEASES) .mypy_cache .ruff_cache .pytest_cache build dist

@@ -1,4 +1,4 @@
-"""The `hf-posenc` command: list, inspect, diagnose, patch, finetune, evaluate, export, quickstart."""
+"""The `hf-posenc` command: list, inspect, diagnose, patch, finetune, evaluate, export, push, card, quickstart."""
 
 from __future__ import annotations
 
@@ -197,6 +197,27 @@ def evaluate(context: typer.Context) -> None:
     from hf_posenc.report.command import main as run
 
     raise typer.Exit(run(context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def push(context: typer.Context) -> None:
+    """Publish a saved model with its card, in one commit; `hf-posenc push --help` lists the flags."""
+    from hf_posenc.hub.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(help="Folder with a result.json, and config.json where it is a model's.")],
+    name: Annotated[str, typer.Option(help="What the card calls it; for a model, its name on the Hub.")],
+    licence: Annotated[str, typer.Option(help="SPDX identifier of the licence, in lower case.")],
+    base_model: Annotated[str | None, typer.Option(help="Hub name of the base model.")] = None,
+) -> None:
+    """Write README.md, the card of a run, from its result.json."""
+    from hf_posenc.hub.card import write_card
+
+    print(f"written to {write_card(folder, name=name, licence=licence, base_model=base_model)}")
 
 
 def main() -> None:

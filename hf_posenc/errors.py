@@ -58,6 +58,10 @@ class ExportError(PosencError, NotImplementedError):
     """A patched model that no stock architecture computes, or an export that did not come back as it went out."""
 
 
+class PublishError(PosencError, RuntimeError):
+    """A model that cannot be published as asked: rights, licence, or a Hub that refuses."""
+
+
 class OutputExistsError(PosencError, FileExistsError):
     """An output folder that already holds a result."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
@@ -23,9 +22,9 @@ from hf_posenc.encodings.learned import Learned
 from hf_posenc.encodings.nope import NoPE
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length
-from hf_posenc.hub.card import model_card
+from hf_posenc.hub.card import write_card
 from hf_posenc.patching import is_patched, patch, unpatch
-from hf_posenc.report import RESULT_NAME, check_output, length_table, write_report
+from hf_posenc.report import check_output, length_table, write_report
 
 BASE = str(files("hf_posenc") / "assets" / "tiny-gpt2")
 LENGTH = 128
@@ -110,7 +109,7 @@ def quickstart(
     models = {variant.label: variant.encoding and variant.encoding.to_dict() for variant in VARIANTS}
     settings = {**budget, "documents": documents, "seed": seed, "lengths": list(LENGTHS), "models": models}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    _write_card(folder)
+    write_card(folder, name="hf-posenc quickstart", licence="apache-2.0")
     for table in (_recovery_table(recovery, steps * TOKENS_A_STEP), length_table(curves, title=TITLE)):
         console.print(table)
     console.print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
@@ -194,10 +193,3 @@ def _recovery_table(recovery: list[dict[str, Any]], tokens: int) -> Table:
         recovered = "" if row["recovered"] is None else f"{row['recovered']:.1%}"
         table.add_row(row["name"], f"{row['before']:.2f}", f"{row['after']:.2f}", f"{row['ratio']:.3f}", recovered)
     return table
-
-
-def _write_card(folder: Path) -> None:
-    """Write README.md from `result.json`, which stands already."""
-    result = json.loads((folder / RESULT_NAME).read_text(encoding="utf-8"))
-    card = model_card(result, name="hf-posenc quickstart", licence="apache-2.0")
-    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 import tempfile
 import venv
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,16 +34,18 @@ def bare_python() -> Path:
     return python
 
 
-def run_bare(code: str, arguments: Iterable[object], modules: Path, *options: str) -> list[str]:
+def run_bare(
+    code: str, arguments: Iterable[object], modules: Path, environment: Mapping[str, str] | None = None
+) -> list[str]:
     """The lines that `code` prints there; `modules` is where transformers keeps the code that it runs."""
     done = subprocess.run(
-        [bare_python(), "-I", *options, "-c", code, *map(str, arguments)],
+        [bare_python(), "-I", "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "HF_MODULES_CACHE": str(modules), "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "HF_MODULES_CACHE": str(modules), **(environment or {})},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
