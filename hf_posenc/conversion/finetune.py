@@ -137,11 +137,12 @@ def _prepare(config: FinetuneConfig) -> _Run:
     model, tokenizer = _load(config.model, notes)
     length = config.length or posenc.max_length(model) or _trained_length(model)
     rows = pack(tokenize(documents, tokenizer), length, eos_token_id=tokenizer.eos_token_id, seed=config.seed)
-    plan = None
+    plan = certificate = None
     set_seed(config.seed)
     if encoding is not None:
         plan = str(posenc.plan(model, encoding))
         model = posenc.patch(model, encoding)
+        certificate = posenc.verify(model).findings
     positions = posenc.max_length(model)
     if positions is not None and length > positions:
         raise LengthError(
@@ -161,6 +162,7 @@ def _prepare(config: FinetuneConfig) -> _Run:
         "corpus": describe(documents),
         "packing": rows.report.as_dict(),
         "plan": plan,
+        "certificate": certificate,
         "parameters": counts,
         "notes": notes,
     }

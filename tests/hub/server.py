@@ -134,7 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         name = f"{asked.get('organization') or OWNER}/{asked['name']}"
         if name in self.server.repos:
-            return self._say({"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}, status=409)
+            return self._say(
+                {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}, status=409
+            )
         private = asked.get("private") is True or asked.get("visibility") == "private"
         self.server.repos[name] = Repo(private=private, commits=[[".gitattributes"]])
         self._say({"url": f"{self.server.url}/{name}"})

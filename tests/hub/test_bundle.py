@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import hf_posenc as posenc
 from hf_posenc.config import ENCODINGS
@@ -87,6 +87,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[f"{subject}-{spec}"] = saved(patched(subject, spec), tmp_path_factory.mktemp(subject), 40)
     for name in NAMES:
         found[f"gpt2-{name}"] = saved(trained("gpt2", name), tmp_path_factory.mktemp(name), 40)
+    torch.manual_seed(0)  # a family whose attention is declared
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)).eval()
+    found["bloom-rope"] = saved(posenc.patch(bloom, posenc.RoPE(), verify=False), tmp_path_factory.mktemp("bloom"), 40)
     return found
 
 

@@ -220,8 +220,14 @@ def test_a_dry_run_writes_what_would_go_up_and_sends_nothing(hub: Hub, folder: P
 
 
 def test_the_command_works_where_no_hub_is(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder), ID, "--dry_run", str(tmp_path / "upload")]) == 0
+    upload, curves = tmp_path / "upload", Path(__file__).parents[2] / "model_cards" / "quickstart"
+    assert main([str(folder), ID, "--dry_run", str(upload), "--curves", str(curves)]) == 0
     assert f"{ID}: private, no licence is known" in capsys.readouterr().out
+    card = ModelCard.load(upload / "README.md")
+    assert "windows that do not overlap; 89,049 tokens scored in 6 documents, no BOS token" in card.text
+    assert {result.metric_type for result in card.data.eval_results} == {"perplexity"}
+    assert (upload / "perplexity.png").read_bytes() == (curves / "perplexity.png").read_bytes()
+    assert "A learned table of absolute positions" in card.text
     assert main([str(folder / "nothing"), ID, "--dry_run", str(tmp_path / "other")]) == 2
     assert "no saved model" in capsys.readouterr().err
 
