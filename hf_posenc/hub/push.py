@@ -96,21 +96,20 @@ def push_to_hub(
         OutputExistsError: the folder for the dry run is not empty.
     """
     source, api = Path(folder), api or HfApi()
-    files = files_of(source)
-    result = result_of(source, curves)
+    files, result = files_of(source), result_of(source, curves)
     base_model = base_model or hub_name(result.get("config", {}).get("model"))
     if dry_run is None:
         _require_role(api, repo_id)
-    gated, known = _terms(api, base_model, offline=dry_run is not None)
+    elif Path(dry_run).exists() and any(Path(dry_run).iterdir()):
+        raise OutputExistsError(f"{dry_run} is not empty. Give another folder, or remove this one.")
+    closed, known = _terms(api, base_model, offline=dry_run is not None)
     if licence and known and licence != known:
         raise PublishError(
             f"{base_model} is licensed as {known!r}, which a model made of it keeps; not as {licence!r}."
         )
     licence = licence or known
-    reason = f"the base model is gated ({gated})" if gated else "" if licence else "no licence is known"
+    closed = closed or (None if licence else "no licence is known")
     target = Path(dry_run) if dry_run else source / ".posenc-push"
-    if dry_run and target.exists() and any(target.iterdir()):
-        raise OutputExistsError(f"{target} is not empty. Give another folder, or remove this one.")
     try:
         stage(source, files, target, result, curves)
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
@@ -120,12 +119,12 @@ def push_to_hub(
             repo_id=repo_id,
             base_model=base_model,
             licence=licence,
-            private=bool(reason) if private is None else private,
-            reason=(reason or "the base is open") if private is None else "as asked",
+            private=closed is not None if private is None else private,
+            reason=(closed or "the base is open") if private is None else "as asked",
             sizes={path.name: path.stat().st_size for path in target.iterdir()},
         )
         if dry_run is None:
-            _upload(api, publication, target, must_be_private=bool(reason) and private is None)
+            _upload(api, publication, target)
     finally:
         if dry_run is None:
             shutil.rmtree(target, ignore_errors=True)
@@ -155,26 +154,27 @@ def _require_role(api: HfApi, repo_id: str) -> None:
 
 
 def _terms(api: HfApi, base_model: str | None, *, offline: bool) -> tuple[str | None, str | None]:
-    """Return how the base is gated, None where it is not, and its licence, None where it is not known."""
+    """Return why the base is not open, None where it is or nothing is known of it, and its licence, None likewise."""
     if base_model is None:
         return None, None
     try:
         info = _tried(lambda: api.model_info(base_model))
     except RepositoryNotFoundError:
-        return None, None
+        return f"{base_model} is not there or not to be seen", None
     except PublishError:
         if not offline:
             raise
         return None, None
     licence = info.card_data.get("license") if info.card_data else None
-    return (str(info.gated) if info.gated else None), licence
+    closed = f"{base_model} is gated ({info.gated})" if info.gated else f"{base_model} is private"
+    return (closed if info.gated or info.private else None), licence
 
 
-def _upload(api: HfApi, publication: Publication, folder: Path, *, must_be_private: bool) -> None:
+def _upload(api: HfApi, publication: Publication, folder: Path) -> None:
     repo_id = publication.repo_id
     _tried(lambda: api.create_repo(repo_id, private=publication.private, exist_ok=True))
     there = _tried(lambda: api.model_info(repo_id))
-    if must_be_private and not there.private:
+    if publication.private and not there.private:
         raise PublishError(
             f"{repo_id} is public and must not be ({publication.reason}); make it private, or say private=False."
         )

@@ -148,6 +148,12 @@ def test_a_public_repository_does_not_take_what_must_be_private(hub: Hub, folder
     hub.repos[ID] = Repo(commits=[["a"]])
     with pytest.raises(PublishError, match="public"):
         push(hub, folder)
+    hub.repos[BASE] = Repo(card={"license": "mit"})
+    with pytest.raises(PublishError, match="public"):
+        push(hub, folder, private=True)
+    del hub.repos[BASE]
+    with pytest.raises(PublishError, match="not to be seen"):
+        push(hub, folder, licence="mit")
     assert hub.repos[ID].files == {}
     push(hub, folder, private=False)
     assert "model.safetensors" in hub.repos[ID].files
