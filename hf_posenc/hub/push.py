@@ -102,13 +102,7 @@ def push_to_hub(
         _require_role(api, repo_id)
     elif Path(dry_run).exists() and any(Path(dry_run).iterdir()):
         raise OutputExistsError(f"{dry_run} is not empty. Give another folder, or remove this one.")
-    closed, known = _terms(api, base_model, offline=dry_run is not None)
-    if licence and known and licence != known:
-        raise PublishError(
-            f"{base_model} is licensed as {known!r}, which a model made of it keeps; not as {licence!r}."
-        )
-    licence = licence or known
-    closed = closed or (None if licence else "no licence is known")
+    closed, licence = _terms(api, base_model, licence, offline=dry_run is not None)
     target = Path(dry_run) if dry_run else source / ".posenc-push"
     try:
         stage(source, files, target, result, curves)
@@ -153,21 +147,30 @@ def _require_role(api: HfApi, repo_id: str) -> None:
         raise PublishError(f"{user.get('name')} is no member of {owner!r}, to whom {repo_id} would belong.")
 
 
-def _terms(api: HfApi, base_model: str | None, *, offline: bool) -> tuple[str | None, str | None]:
-    """Return why the base is not open, None where it is or nothing is known of it, and its licence, None likewise."""
-    if base_model is None:
-        return None, None
+def _terms(api: HfApi, base_model: str | None, licence: str | None, *, offline: bool) -> tuple[str | None, str | None]:
+    """Return why the model is not for everybody, None where it may be, and its licence, None where it is not known.
+
+    Raises:
+        PublishError: the licence asked for is not that of the base.
+    """
+    closed = known = None
     try:
-        info = _tried(lambda: api.model_info(base_model))
+        info = None if base_model is None else _tried(lambda: api.model_info(str(base_model)))
+        if info is not None:
+            known = info.card_data.get("license") if info.card_data else None
+            closed = f"{base_model} is gated ({info.gated})" if info.gated else None
+            closed = f"{base_model} is private" if info.private else closed
     except RepositoryNotFoundError:
-        return f"{base_model} is not there or not to be seen", None
+        closed = f"{base_model} is not there or not to be seen"
     except PublishError:
         if not offline:
             raise
-        return None, None
-    licence = info.card_data.get("license") if info.card_data else None
-    closed = f"{base_model} is gated ({info.gated})" if info.gated else f"{base_model} is private"
-    return (closed if info.gated or info.private else None), licence
+    if licence and known and licence != known:
+        raise PublishError(
+            f"{base_model} is licensed as {known!r}, which a model made of it keeps; not as {licence!r}."
+        )
+    licence = licence or known
+    return closed or (None if licence else "no licence is known"), licence
 
 
 def _upload(api: HfApi, publication: Publication, folder: Path) -> None:

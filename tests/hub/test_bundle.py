@@ -91,7 +91,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in NAMES:
         found[f"gpt2-{name}"] = saved(trained("gpt2", name), tmp_path_factory.mktemp(name), 40)
     torch.manual_seed(0)  # a family whose attention is declared
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)).eval()
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, seq_length=64)).eval()
     found["bloom-rope"] = saved(posenc.patch(bloom, posenc.RoPE(), verify=False), tmp_path_factory.mktemp("bloom"), 40)
     return found
 
