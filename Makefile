@@ -6,6 +6,7 @@ CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 WORKERS ?= 2
 QUICKSTART_ARGS ?=
+BENCHMARK_ARGS ?= --short
 RELEASES_ARGS ?=
 
 # one worker a file, so that what a module's tests share is made once
@@ -18,13 +19,16 @@ QUICKSTART := .venv-quickstart
 RELEASES := .venv-releases
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types test-slow test-oldest test-releases format cards clean
+.PHONY: help quickstart benchmark test lint types test-slow test-oldest test-releases format cards clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 quickstart: $(QUICKSTART)/stamp  ## patch, fine-tune and measure the small bundled model; ends with a table and a plot
 	$(PATIENT) $(QUICKSTART)/bin/hf-posenc quickstart $(QUICKSTART_ARGS)
+
+benchmark: $(DEV)/stamp  ## measure what positions cost, the short run; all rows: make benchmark BENCHMARK_ARGS=
+	$(PATIENT) $(DEV)/bin/python scripts/benchmark.py $(BENCHMARK_ARGS)
 
 test: lint types  ## lint, types and the test suite, on the pinned versions
 	$(DEV)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)

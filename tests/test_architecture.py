@@ -43,7 +43,7 @@ FLOORS = [
         "hub",
         "conversion",
     ),
-    *("quickstart inspection", "cli"),
+    *("benchmark quickstart inspection", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {
