@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Positions
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
@@ -68,6 +70,23 @@ def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> See
         return None
     stretches = tuple(zip(first[:, 0].tolist(), last[:, 0].tolist(), strict=True))
     return Seen(start=start, stretches=stretches[:1] if len(set(stretches)) == 1 else stretches, causal=causal)
+
+
+def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
+    """Say in which form a model attends plain texts with an encoding, in words; layers that differ are all named."""
+    layers = getattr(encoding, "layers", None)
+    if layers is not None:
+        return ", ".join(dict.fromkeys(form_of(layer, model) for layer in layers))
+    if encoding.overrides("score"):
+        return "scores of its own, in blocks of queries"
+    if encoding.rotation_grows_after is not None:
+        return "each length by itself past the original one"
+    if not encoding.overrides("bias"):
+        return "the stock attention function"
+    fast = model.config._attn_implementation == "sdpa" and model.device.type == "cpu" and trusted(model.dtype)
+    if fast and encoding.overrides("distance_bias"):
+        return "a row of biases by distance"
+    return "a bias written out, in blocks of queries"
 
 
 def attend_in_form(

@@ -16,6 +16,7 @@ from hf_posenc.config import Encoding, EncodingConfig, encoding
 from hf_posenc.declared import check_declared_backend
 from hf_posenc.errors import ConfigError, PosencError, UnsupportedEncodingError, UnsupportedFamilyError
 from hf_posenc.family import DeclaredAttention, Family
+from hf_posenc.forms import form_of
 from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
 from hf_posenc.interposer import check_backend, looks_up_attention, uses_attention
 from hf_posenc.positions import Geometry
@@ -35,6 +36,7 @@ class PatchPlan:
         route: `native` where transformers itself computes the new encoding, otherwise `interposer`.
         changes: path of a module -> (class now, class then).
         attention: paths of the attention modules among them.
+        form: how plain texts are attended, chosen from what the encoding, the backend and the dtype allow.
         stack: path of the model whose one body this is about: empty, except in a model of several stacks.
         keeps: whether the model has to say within its trained length what it said before.
         stacks: the plans of the stacks, by name, where there are several. What stands above then sums them up: all of
@@ -47,6 +49,7 @@ class PatchPlan:
     route: str
     changes: dict[str, tuple[str, str]]
     attention: tuple[str, ...] = ()
+    form: str = "the stock attention function"
     stack: str = ""
     keeps: bool = False
     stacks: Mapping[str, PatchPlan] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class PatchPlan:
         """Return the table that `print(posenc.plan(...))` shows."""
         width = max(len(path) for path in self.changes)
         lines = [f"{path:<{width}}  {now} -> {then}" for path, (now, then) in self.changes.items()]
-        return "\n".join([f"{self.config} by the {self.route} route:", *lines])
+        return "\n".join([f"{self.config} by the {self.route} route, attending by {self.form}:", *lines])
 
 
 def swaps_attention(encoding: Encoding, family: Family) -> bool:
@@ -164,6 +167,7 @@ def _plan_body(model: PreTrainedModel, stack: PreTrainedModel, family: Family, c
         route="interposer",
         changes=changes,
         attention=tuple(prefix + path for path in attention),
+        form=form_of(built, stack),
         stack=paths[id(stack)],
         keeps=_keeps(stack, config, family, found),
     )

@@ -44,15 +44,51 @@ def turn(states: Tensor, cos: Tensor, sin: Tensor, *, pairing: str = "half_split
 
     Computed in the dtype of the angles, returned in the dtype of `states`.
     """
+    if cos.requires_grad or sin.requires_grad or torch.compiler.is_compiling():
+        return _turned(states, cos, sin, pairing)
+    result: Tensor = _Turn.apply(states, cos, sin, pairing)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _turned(states: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
     width = 2 * cos.shape[-1]
-    if pairing == "interleaved":
-        first, second = states[..., 0:width:2].to(cos.dtype), states[..., 1:width:2].to(cos.dtype)
-        pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        turned = [pairs.flatten(-2).to(states.dtype)]
-    else:
-        first, second = (half.to(cos.dtype) for half in states[..., :width].chunk(2, dim=-1))
-        turned = [half.to(states.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
+    first, second = (half.to(cos.dtype) for half in _halves(states, width, pairing))
+    halves = [half.to(states.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
+    turned = [torch.stack(halves, dim=-1).flatten(-2)] if pairing == "interleaved" else halves
     return torch.cat([*turned, states[..., width:]], dim=-1)
+
+
+def _halves(states: Tensor, width: int, pairing: str) -> tuple[Tensor, Tensor]:
+    """Return the first and the second of every pair, views (..., pairs)."""
+    if pairing == "interleaved":
+        return states[..., 0:width:2], states[..., 1:width:2]
+    return states[..., : width // 2], states[..., width // 2 : width]
+
+
+class _Turn(torch.autograd.Function):
+    """The same, written in place; its gradient is turned back, and keeps nothing but the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.pairing = pairing
+        width = 2 * cos.shape[-1]
+        result = torch.empty_like(states)
+        first, second = (half.to(cos.dtype) for half in _halves(states, width, pairing))
+        parts = _halves(result, width, pairing)
+        if states.dtype == cos.dtype:
+            torch.mul(first, cos, out=parts[0]).addcmul_(second, sin, value=-1)
+            torch.mul(second, cos, out=parts[1]).addcmul_(first, sin)
+        else:
+            parts[0].copy_((first * cos).addcmul_(second, sin, value=-1))
+            parts[1].copy_((second * cos).addcmul_(first, sin))
+        result[..., width:] = states[..., width:]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _Turn.apply(gradient, cos, -sin, ctx.pairing), None, None, None  # type: ignore[no-untyped-call]
 
 
 def interleaved_order(rotary_dim: int, head_dim: int) -> Tensor:

@@ -16,6 +16,7 @@ from hf_posenc.anatomy import attention_modules
 from hf_posenc.config import Encoding
 from hf_posenc.declared import replacement
 from hf_posenc.errors import PatchStateError, VerificationError
+from hf_posenc.forms import form_of
 from hf_posenc.interposer import CACHE_ARGUMENTS
 from hf_posenc.planning import PatchPlan
 from hf_posenc.surgery import record_of
@@ -197,6 +198,7 @@ def _verify_interposed(
     check.note("attention modules", str(len(swapped)))
     body = plan.family.body_of(model)
     encoding: Encoding = body.posenc
+    check.note("attends by", form_of(encoding, model))
     if before is not None:
         changed = probe.logits - before.logits
         takes_over = bool(plan.family.bias) and encoding.overrides("adopt_bias")

@@ -191,6 +191,25 @@ def test_a_kernel_that_does_not_what_it_seems_to_is_not_trusted(monkeypatch: pyt
     assert not toeplitz.trusted(torch.int64)
 
 
+@pytest.mark.parametrize(
+    ("name", "backend", "form"),
+    [
+        ("alibi", "sdpa", "a row of biases by distance"),
+        ("alibi", "eager", "a bias written out, in blocks of queries"),
+        ("fire", "sdpa", "a bias written out, in blocks of queries"),
+        ("rope", "sdpa", "the stock attention function"),
+        ("rerope", "sdpa", "scores of its own, in blocks of queries"),
+    ],
+)
+def test_plan_and_certificate_name_the_form(name: str, backend: str, form: str) -> None:
+    model = SUBJECTS["gpt2"].fresh(attn_implementation=backend)
+    decided = posenc.plan(model, posenc.encoding(name))
+    assert decided.form == form
+    assert f"attending by {form}:" in str(decided)
+    posenc.patch(model, posenc.encoding(name), verify=False)
+    assert posenc.verify(model).findings["attends by"] == form
+
+
 class Largest(TorchDispatchMode):
     """Notes the largest storage that any operation returns, in bytes."""
 
