@@ -76,12 +76,13 @@ class _Turn(torch.autograd.Function):
         result = torch.empty_like(states)
         first, second = (half.to(cos.dtype) for half in _halves(states, width, pairing))
         parts = _halves(result, width, pairing)
+        # no fused product and sum: it would round otherwise than the plain formula, and so than trained frequencies
         if states.dtype == cos.dtype:
-            torch.mul(first, cos, out=parts[0]).addcmul_(second, sin, value=-1)
-            torch.mul(second, cos, out=parts[1]).addcmul_(first, sin)
+            torch.mul(first, cos, out=parts[0]).sub_(second * sin)
+            torch.mul(second, cos, out=parts[1]).add_(first * sin)
         else:
-            parts[0].copy_((first * cos).addcmul_(second, sin, value=-1))
-            parts[1].copy_((second * cos).addcmul_(first, sin))
+            parts[0].copy_((first * cos).sub_(second * sin))
+            parts[1].copy_((second * cos).add_(first * sin))
         result[..., width:] = states[..., width:]
         return result
 

@@ -243,3 +243,14 @@ def test_none_keeps_what_the_model_has() -> None:
     assert dropped == posenc.RoPE(theta=7.0, partial_rotary_factor=0.5, scaling={"rope_type": "default"})
     legacy = posenc.RoPE(scaling={"type": "linear", "factor": 3.0})
     assert legacy.scaling == {"rope_type": "linear", "factor": 3.0}
+
+
+@pytest.mark.parametrize("pairing", ["half_split", "interleaved"])
+def test_gradients_are_turned_back(pairing: str) -> None:
+    """Against finite differences, twice, with a part of the head left alone; in half precision against float64."""
+    encoding, ids = built(8, pairing=pairing, partial_rotary_factor=0.5), torch.tensor([[0, 3, 700]])
+    states = torch.randn(2, 3, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: encoding.rotate(x, ids), states)
+    assert torch.autograd.gradgradcheck(lambda x: encoding.rotate(x, ids).square(), states)
+    rounded = states.detach().bfloat16()
+    assert torch.equal(encoding.rotate(rounded, ids), encoding.rotate(rounded.double(), ids).bfloat16())
