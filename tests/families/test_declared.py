@@ -318,3 +318,19 @@ def test_undoing_brings_every_part_back() -> None:
     posenc.unpatch(model)
     assert model.base_model.encoder.embed_positions is table
     assert not any("posenc" in type(module).__name__.lower() for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "model_type", ["bloom", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_neo", "llama"))]
+)
+def test_one_graph_a_length_of_one_kind(model_type: str) -> None:
+    """Compiled whole, without a break, and again at most once when the length turns out to vary."""
+    graphs = []
+    model = stock(model_type)
+    posenc.patch(model, posenc.Alibi(), verify=False)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    for length in (8, 12, 31):
+        ids = tokens(2, length)
+        assert_same(logits(compiled, ids, use_cache=False), logits(model, ids, use_cache=False))
+    assert len(graphs) <= 2
