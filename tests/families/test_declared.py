@@ -18,6 +18,7 @@ import hf_posenc as posenc
 from hf_posenc.errors import BackendError, ConfigError, UnsupportedFamilyError
 from hf_posenc.family import FAMILIES, find_family
 from hf_posenc.planning import attention_modules
+from hf_posenc.positions import carried, carrying
 from hf_posenc.surgery import record_of
 from tests.families.models import causal, stock
 from tests.models import TRAINED, assert_same, in_steps, logits, sharpened, tokens
@@ -320,17 +321,27 @@ def test_undoing_brings_every_part_back() -> None:
     assert not any("posenc" in type(module).__name__.lower() for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    "model_type", ["bloom", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_neo", "llama"))]
-)
-def test_one_graph_a_length_of_one_kind(model_type: str) -> None:
-    """Compiled whole, without a break, and again at most once when the length turns out to vary."""
+def test_carrying_positions_breaks_no_graph() -> None:
+    """Unlike a ContextVar, which torch.compile cannot look into."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def carried_through(query: torch.Tensor) -> torch.Tensor:
+        with carrying(posenc.Positions(query=query, key=query)):
+            found = carried()
+            return query if found is None else found.query + 1
+
+    assert torch.equal(carried_through(torch.arange(5)[None]), torch.arange(1, 6)[None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["bloom", "gpt_neo", "llama"])
+def test_at_most_two_graphs_for_all_lengths(model_type: str) -> None:
     graphs = []
     model = stock(model_type)
-    posenc.patch(model, posenc.Alibi(), verify=False)
+    posenc.patch(model, posenc.NoPE(), verify=False)
     torch.compiler.reset()
     compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
-    for length in (8, 12, 31):
+    for length in (8, 12, 31, 90):
         ids = tokens(2, length)
         assert_same(logits(compiled, ids, use_cache=False), logits(model, ids, use_cache=False))
     assert len(graphs) <= 2
