@@ -33,6 +33,10 @@ class Encoding(nn.Module):
     """Length in tokens after which the rotation of a query depends on how far the text has come, or None where it never
     does. Keys are then cached unrotated, and `at_length` gives the static encoding of a query at that length."""
 
+    visible: tuple[int, int] | None = None
+    """How many first, and how many most recent tokens of a text a query sees, its own among the latter, or None where
+    it sees all. Whatever a dynamic cache holds beyond these is dropped."""
+
     def embed(self, position_ids: Tensor) -> Tensor | None:
         """Return what is added to the token embedding: (b, n) int64 -> (b, n, hidden_size), or None."""
         return None
@@ -100,6 +104,13 @@ class Encoding(nn.Module):
         """
         return None
 
+    def output_bias(self, weights: Tensor, positions: Positions) -> Tensor | None:
+        """Return what is added to the output of every head: weights (b, h, q, k) -> (b, h, q, d), or None.
+
+        Stock attention functions hand no weights over: where this is overridden, none of them is called.
+        """
+        return None
+
     def adopt(self, table: Tensor | None) -> None:
         """Take over what can be taken from the position table that is being replaced, (rows, hidden_size) or None."""
 
@@ -139,6 +150,9 @@ class Layers(Encoding):
         self.layers = nn.ModuleList(layers)
         grown = [layer.rotation_grows_after for layer in layers if layer.rotation_grows_after is not None]
         self.rotation_grows_after = min(grown, default=None)
+        visible = [layer.visible for layer in layers]
+        if None not in visible:
+            self.visible = max(v[0] for v in visible if v), max(v[1] for v in visible if v)
 
     def of(self, index: int) -> Encoding:
         """Return the encoding of one layer."""

@@ -107,7 +107,7 @@ def attend_in_form(
         Output (b, q, h, d), and the attention weights (b, h, q, k) where the backend gives them.
     """
     encoding, dropout = scores.encoding, given.get("dropout") or 0.0
-    if encoding.overrides("score"):
+    if encoding.overrides("score") or encoding.overrides("output_bias"):
         return attend_in_blocks(
             scores, own_attention(scores, dropout=dropout, maps=backend == "eager"), query, key, value
         )

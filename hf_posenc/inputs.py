@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
+from hf_posenc.caching import evict, held_mask, note, remembered
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
@@ -126,9 +127,11 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
         if uses_key_positions(joint.encoding):
             # the cache may have been made inside; whoever holds it next finds the positions of its keys beside it
             held = output.values() if hasattr(output, "values") else output
-            for kept in [cache, *(item for item in held if isinstance(item, Cache))]:
-                if kept is not None:
-                    _note(kept, positions.key)
+            visible = self.posenc_joint.encoding.visible
+            for kept in {id(item): item for item in (cache, *held) if isinstance(item, Cache)}.values():
+                note(kept, positions.key)
+                if visible is not None:
+                    evict(kept, visible, kwargs.get("attention_mask"))
         return output
 
     return forward
@@ -148,6 +151,7 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
     length, device = given.shape[1], given.device
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
     positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device)
+    kwargs["attention_mask"] = held_mask(cache, kwargs.get("attention_mask"), given.shape[:2])
     if kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None:
         # positions that jump or repeat would be taken for packed sequences and cut the mask; they say where, not whom
         past = int(cache.get_seq_length()) if cache is not None else 0
@@ -180,7 +184,7 @@ def _positions(
     if keys_matter and cache is not None:
         past_length = int(past_length)
         covers = mask is not None and mask.ndim == 2 and mask.shape[-1] >= past_length + length
-        past = _remembered(cache, past_length)
+        past = remembered(cache, past_length)
         if past is None:
             past = resolve(
                 past_length,
@@ -196,59 +200,3 @@ def _positions(
     rows = max(len(past), len(query))
     key = torch.cat([past.to(device).expand(rows, -1), query.expand(rows, -1)], dim=-1)
     return Positions(query=query, key=key)
-
-
-class _Remembers(Cache):
-    """Mixed into the class of a cache that was seen once: the positions of its keys go where its rows go."""
-
-    posenc_positions: Tensor
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take the rows at these indices, (b,)."""
-        super().reorder_cache(beam_idx)
-        self._take(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows at these indices, (b,)."""
-        super().batch_select_indices(indices)
-        self._take(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        super().batch_repeat_interleave(repeats)
-        self._take(torch.arange(len(self.posenc_positions)).repeat_interleave(repeats))
-
-    def _take(self, rows: Tensor) -> None:
-        if len(self.posenc_positions) > 1:  # a single row stands for all
-            self.posenc_positions = self.posenc_positions[rows.to(self.posenc_positions.device)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank_cache, (type(self).__mro__[2],), self.__dict__
-
-
-@functools.cache
-def _remembering(stock: Any) -> Any:
-    return type(stock.__name__, (_Remembers, stock), {"__module__": __name__})
-
-
-def _blank_cache(stock: Any) -> Any:
-    cls = _remembering(stock)
-    return cls.__new__(cls)
-
-
-def _note(cache: Any, keys: Tensor) -> None:
-    """Note the positions of its keys, (b, k), beside a cache."""
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if not isinstance(cache, _Remembers):
-        stock: Any = type(cache)
-        cache.__class__ = _remembering(stock)
-    cache.posenc_positions = keys
-
-
-def _remembered(cache: Any, past_length: int) -> Tensor | None:
-    """Return the positions noted beside a cache, (b, past), cut where the cache was; None where they do not fit it."""
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    noted: Tensor | None = getattr(cache, "posenc_positions", None)
-    if noted is None or noted.shape[-1] < past_length:
-        return None
-    return noted[:, :past_length]

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_posenc.caching import remembered
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
 from hf_posenc.forms import attend_in_form
@@ -70,7 +71,7 @@ class Joint:
 
 def uses_attention(encoding: Encoding) -> bool:
     """Tell whether the encoding acts inside attention at all."""
-    return any(encoding.overrides(hook) for hook in ("rotate", "rotate_key", "bias", "temperature", "score"))
+    return any(map(encoding.overrides, ("rotate", "rotate_key", "bias", "temperature", "score", "output_bias")))
 
 
 def looks_up_attention(stock: type[nn.Module]) -> bool:
@@ -81,7 +82,8 @@ def looks_up_attention(stock: type[nn.Module]) -> bool:
 
 def uses_key_positions(encoding: Encoding) -> bool:
     """Tell whether a query has to know the positions of cached keys."""
-    return encoding.overrides("bias") or encoding.overrides("score") or encoding.rotation_grows_after is not None
+    hooks = ("bias", "score", "output_bias")
+    return any(encoding.overrides(hook) for hook in hooks) or encoding.rotation_grows_after is not None
 
 
 def caches_bare_keys(encoding: Encoding) -> bool:
@@ -210,8 +212,8 @@ def _plain_positions(states: Tensor, position_ids: Tensor | None, cache: Any, pa
     """Return the positions of a module that its model hands `position_ids` at most, or that is called by itself."""
     steps = torch.arange(past + states.shape[1], device=states.device)[None]
     query = steps[:, past:] if position_ids is None else position_ids
-    noted = getattr(cache, "posenc_positions", steps)  # by whoever filled the cache
-    before = (noted if noted.shape[-1] >= past else steps)[:, :past].to(query.device)
+    noted = remembered(cache, past)  # by whoever filled the cache
+    before = steps[:, :past] if noted is None else noted.to(query.device)
     rows = max(len(before), len(query))
     return Positions(query=query, key=torch.cat([before.expand(rows, -1), query.expand(rows, -1)], dim=-1))
 

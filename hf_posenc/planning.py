@@ -246,7 +246,7 @@ def _check_attention(model: PreTrainedModel, encoding: Encoding, family: Family,
         )
     for attribute, what in (("attn_logit_softcapping", "caps its scores"), ("sinks", "has attention sinks")):
         held = getattr(model.config, attribute, None) or any(hasattr(module, attribute) for module in found.values())
-        if held and encoding.overrides("score"):
+        if held and (encoding.overrides("score") or encoding.overrides("output_bias")):
             raise UnsupportedEncodingError(
                 f"{type(model).__name__} {what}, which {name} would leave out, since it computes all scores itself."
             )

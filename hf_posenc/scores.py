@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Positions
+from hf_posenc.rotation import products
 
 SCORES_AT_ONCE = 2**25
 """Scores whose bias is materialised at a time, 128 MiB in float32; longer calls go through in blocks of queries."""
@@ -150,7 +151,7 @@ class Scores:
 
 
 def own_attention(scores: Scores, *, dropout: float, maps: bool) -> Attend:
-    """Return an attention function for encodings that give the scores themselves.
+    """Return an attention function for encodings that give the scores themselves, or read the weights.
 
     Args:
         scores: of the call.
@@ -158,15 +159,24 @@ def own_attention(scores: Scores, *, dropout: float, maps: bool) -> Attend:
         maps: whether to return the weights too, which for long texts take more than all else.
     """
 
+    encoding = scores.encoding
+
     def attend(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, rows: Tensor) -> Output:
+        positions = scores.at(rows, key.shape[2])
         with exactly(query.device):
-            score = scores.encoding.score(query * scores.scaling, key, scores.at(rows, key.shape[2]))
+            score = encoding.score(query * scores.scaling, key, positions)
+        if score is None and encoding.overrides("score"):
+            raise UnsupportedEncodingError(f"{type(encoding).__name__} was to give the scores, and gave none.")
         if score is None:
-            raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give the scores, and gave none.")
+            with exactly(query.device):
+                score = products(query, key) * scores.scaling
         weights = (score if added is None else score + added).softmax(-1).to(value.dtype)  # (b, h, q, k)
         groups = query.shape[1] // value.shape[1]
         weights = nn.functional.dropout(weights, p=dropout)
         output = weights @ value.repeat_interleave(groups, dim=1)
+        with exactly(query.device):
+            more = encoding.output_bias(weights, positions)
+        output = output if more is None else output + more.to(output.dtype)
         return output.transpose(1, 2).contiguous(), weights if maps else None
 
     return attend

@@ -23,7 +23,7 @@ from hf_posenc.surgery import record_of
 
 TOKENS = 16
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-POSITIONAL = ("embed", "remap", "rotate", "rotate_key", "bias", "score")
+POSITIONAL = ("embed", "remap", "rotate", "rotate_key", "bias", "score", "output_bias")
 """Hooks through which positions reach a model; one that overrides none of them has none, and means it."""
 HALF_TOLERANCE = 0.1
 """Largest deviation of the logits that counts as equal, as a share of their largest magnitude."""

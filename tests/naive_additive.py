@@ -80,6 +80,18 @@ def shaw(query: Heads, table: list[Row], at: Sequence[int], to: Sequence[int], l
     ]
 
 
+def shaw_values(weights: Heads, table: list[Row], at: Sequence[int], to: Sequence[int], left: int, right: int) -> Heads:
+    """What relative values add to the output: by head and query, rows of clipped distances in the weights' shares."""
+    out = []
+    for head in weights:
+        rows = []
+        for shares, i in zip(head, at, strict=True):
+            met = [table[min(max(j - i, -left), right) + left] for j in to]
+            rows.append([dot(shares, column) for column in zip(*met, strict=True)])
+        out.append(rows)
+    return out
+
+
 def bert_relative(
     query: Heads, key: Heads | None, table: list[Row], at: Sequence[int], to: Sequence[int], scale: float
 ) -> Heads:

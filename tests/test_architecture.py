@@ -24,7 +24,7 @@ FLOORS = [
         "config family",
         "rotation",
         "encodings families",
-        "catalogue kernels length scores",
+        "caching catalogue kernels length scores",
         "toeplitz",
         "forms",
         "interposer",
@@ -47,6 +47,7 @@ FLOORS = [
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {
+    "caching",
     "kernels",
     "scores",
     "interposer",

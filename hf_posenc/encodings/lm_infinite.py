@@ -28,6 +28,7 @@ class LMInfiniteEncoding(Encoding):
         super().__init__()
         self.first = config.first
         self.window = config.window or geometry.max_position_embeddings
+        self.visible = self.first, self.window
         self.rotation = config.rotation(geometry)
 
     def score(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
@@ -49,7 +50,8 @@ class LMInfiniteEncoding(Encoding):
 class LMInfinite(RotaryConfig):
     """LM-Infinite over the model's own rotation; causal models only.
 
-    The cache still holds every key: the mask says what is seen, not what is kept.
+    A dynamic cache, which is what `generate` makes, is cut to the first tokens and the window after every call: memory
+    does not grow with the text. It cannot be cut back to an earlier text then, as assisted decoding would.
 
     Attributes:
         first: first tokens of the text that every query sees, >= 0; the authors have 10 to 100.

@@ -1,7 +1,8 @@
-"""Shaw's relative keys: every query also meets a learned vector that stands for the distance of the key.
+"""Shaw's relative keys, and values: learned vectors stand for the distance of a key, in the score and in the output.
 
-Shaw et al. 2018, "Self-Attention with Relative Position Representations", equations 3-5:
-q_i . (k_j + w[clip(j - i)]) / sqrt(head_dim). Checked against transformers' `Wav2Vec2BertSelfAttention`.
+Shaw et al. 2018, "Self-Attention with Relative Position Representations", equations 3-5: the scores are
+q_i . (k_j + w[clip(j - i)]) / sqrt(head_dim), the output is the sum over j of weight_ij (v_j + u[clip(j - i)]). The
+keys are checked against transformers' `Wav2Vec2BertSelfAttention`.
 """
 
 from __future__ import annotations
@@ -13,49 +14,75 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError
+from hf_posenc.errors import ConfigError, did_you_mean
 from hf_posenc.positions import Geometry, Positions
+
+RELATIVE = ("keys", "keys_and_values")
 
 
 class ShawEncoding(Encoding):
-    """Bias of the query's product with the row of its distance; zero at the start, so that it changes nothing."""
+    """Rows by distance, met by queries and, if asked for, added to values; zero at the start, which changes nothing.
+
+    Parameters: `weight`, and with relative values `values`, (left + right + 1, head_dim) each.
+    """
 
     def __init__(self, config: Shaw, geometry: Geometry) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.zeros(config.left + config.right + 1, geometry.head_dim))
+        rows = config.left + config.right + 1
+        self.weight = nn.Parameter(torch.zeros(rows, geometry.head_dim))
+        if config.relative == "keys_and_values":
+            self.values = nn.Parameter(torch.zeros(rows, geometry.head_dim))
 
     def bias(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
         """Return (b, h, q, k), float32 (float64 for float64 queries). The query comes scaled, and so the bias is."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        left, right = self.config.left, self.config.right
         rows = query.to(dtype) @ self.weight.to(dtype).T  # (b, h, q, rows)
-        index = (-positions.distance()).clamp(-left, right) + left  # (1|b, q, k)
-        return rows.gather(-1, index[:, None].expand(*rows.shape[:2], -1, -1))
+        return rows.gather(-1, self._rows(positions).expand(*rows.shape[:2], -1, -1))
+
+    def output_bias(self, weights: Tensor, positions: Positions) -> Tensor:
+        """Return the rows of `values` in the proportion that the weights give their distances: (b, h, q, d).
+
+        Computed in float32 (float64 for float64 weights): first how much weight each row has, then the product.
+        """
+        dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+        table, weights = self.values.to(dtype), weights.to(dtype)
+        shares = weights.new_zeros(*weights.shape[:3], len(table))
+        return shares.scatter_add(-1, self._rows(positions).expand_as(weights), weights) @ table
+
+    def overrides(self, hook: str) -> bool:
+        """Tell whether this encoding gives `hook` a meaning of its own; `output_bias` only with relative values."""
+        return super().overrides(hook) and (hook != "output_bias" or self.config.relative == "keys_and_values")
+
+    def _rows(self, positions: Positions) -> Tensor:
+        """Return the row of every query and key, (1|b, 1, q, k)."""
+        left, right = self.config.left, self.config.right
+        return ((-positions.distance()).clamp(-left, right) + left)[:, None]
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
-        return f"left={self.config.left}, right={self.config.right}"
+        return f"left={self.config.left}, right={self.config.right}, relative={self.config.relative}"
 
 
 @register_encoding
 @dataclass(frozen=True, kw_only=True)
 class Shaw(EncodingConfig):
-    """Relative keys by clipped distance; heads share the table.
+    """Relative keys, or keys and values, by clipped distance; heads share the tables.
 
-    The table's row `left + j - i` is the one of query i and key j, as in wav2vec2_bert's `distance_embedding`.
+    A table's row `left + j - i` is the one of query i and key j, as in wav2vec2_bert's `distance_embedding`.
 
     Attributes:
         left: tokens behind the query that are told apart, >= 0; farther keys share a row.
         right: tokens ahead, >= 0; a causal model never meets them.
-        values: let distances speak in the output as well, which is not supported: attention functions add to scores,
-            not to values. Neutral value: False.
+        relative: what distances speak in: `keys` (the scores alone, as in BERT and wav2vec2_bert), or
+            `keys_and_values`, as published: the output as well. The latter computes its attention weights itself,
+            which costs the speed and the memory of eager attention. The paper found no loss without values.
         per_layer: a table for every layer, as published, instead of one for all. Neutral value: False.
     """
 
     left: int = 16
     right: int = 16
-    values: bool = False
+    relative: str = "keys"
     per_layer: bool = False
 
     name: ClassVar[str] = "shaw"
@@ -63,16 +90,13 @@ class Shaw(EncodingConfig):
     module: ClassVar[type[Encoding]] = ShawEncoding
 
     def __post_init__(self) -> None:
-        """Check the fields; raises ConfigError, or UnsupportedEncodingError where relative values are asked for."""
+        """Check the fields; raises ConfigError."""
         for field in ("left", "right"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"Shaw.{field} must be an integer >= 0, was: {value!r}")
-        for field in ("values", "per_layer"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"Shaw.{field} must be True or False, was: {getattr(self, field)!r}")
-        if self.values:
-            raise UnsupportedEncodingError(
-                "Shaw(values=True) asks for relative values, which no stock attention function can add to its output; "
-                "relative keys alone are what Shaw(values=False) gives."
-            )
+        if self.relative not in RELATIVE:
+            known = did_you_mean(str(self.relative), RELATIVE)
+            raise ConfigError(f"unknown Shaw.relative {self.relative!r}; {known}")
+        if not isinstance(self.per_layer, bool):
+            raise ConfigError(f"Shaw.per_layer must be True or False, was: {self.per_layer!r}")

@@ -1,7 +1,8 @@
 """Attention sinks: what a cache of a few first and the most recent tokens sees, with positions counted in that cache.
 
 Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks", section 3.2; equal at every step to a
-cache that evicts. No training. Keeps a model fluent at any length; what was evicted it cannot recall.
+cache that evicts, as a dynamic one then does. No training. Keeps a model fluent at any length; what was evicted it
+cannot recall.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class SinksEncoding(Encoding):
         super().__init__()
         self.first = config.first
         self.recent = config.recent_in(geometry)
+        self.visible = self.first, self.recent
         self.rotation = config.rotation(geometry)
 
     def score(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor:
@@ -49,7 +51,8 @@ class SinksEncoding(Encoding):
 class Sinks(RotaryConfig):
     """Attention sinks over the model's own rotation; causal models only.
 
-    The cache still holds every key: scores are those of a bounded cache, memory is not.
+    A dynamic cache, which is what `generate` makes, is cut to these tokens after every call: memory does not grow with
+    the text. It cannot be cut back to an earlier text then, as assisted decoding would.
 
     Attributes:
         first: first tokens that stay, the sinks, >= 0; the authors have 4.

@@ -45,7 +45,7 @@ class TemperedEncoding(Encoding):
         super().__init__()
         self.config, self.geometry = config, geometry
         self.inner = config.inner().build(geometry)
-        self.rotation_grows_after = self.inner.rotation_grows_after
+        self.rotation_grows_after, self.visible = self.inner.rotation_grows_after, self.inner.visible
         self.length = config.length or geometry.max_position_embeddings
         self.start = config.scale_at(self.length)
         if config.kind in TRAINED:
@@ -133,6 +133,10 @@ class TemperedEncoding(Encoding):
     def score(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor | None:
         """As the encoding inside: (b, h, q, k) or None."""
         return self.inner.score(query, key, positions)
+
+    def output_bias(self, weights: Tensor, positions: Positions) -> Tensor | None:
+        """As the encoding inside: (b, h, q, k) -> (b, h, q, d) or None."""
+        return self.inner.output_bias(weights, positions)
 
     def adopt(self, table: Tensor | None) -> None:
         """As the encoding inside."""

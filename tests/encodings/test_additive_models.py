@@ -13,11 +13,16 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import hf_posenc as posenc
-from tests.encodings.test_additive import CAUSAL_ONLY, SPECS
+from tests.encodings import test_additive
+from tests.encodings.test_additive import CAUSAL_ONLY
 from tests.models import SUBJECTS, assert_same, in_steps, logits, padding_of, tokens
 
+SPECS = {
+    **test_additive.SPECS,
+    "shaw-values": posenc.encoding("shaw", left=5, right=3, relative="keys_and_values"),
+}
 CHOSEN = ["alibi-trainable", "t5", "kerple-power", "sandwich", "fire", "shaw", "bert-key-query", "transformer-xl"]
-CHOSEN += ["fox", "cable", "cope"]
+CHOSEN += ["fox", "cable", "cope", "shaw-values"]
 LENGTH = 20
 
 

@@ -1,4 +1,4 @@
-"""Shaw's relative keys against their twin and transformers' wav2vec2-bert."""
+"""Shaw's relative keys and values against their twins, and the keys against transformers' wav2vec2-bert."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from transformers import Wav2Vec2BertConfig
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
 
 import hf_posenc as posenc
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError
+from hf_posenc.errors import BackendError, ConfigError
+from hf_posenc.positions import Positions
 from tests import naive_additive as naive
+from tests.models import SUBJECTS, assert_same, logits, tokens
+
+BOTH = posenc.encoding("shaw", left=5, right=3, relative="keys_and_values")
 
 
 def built(heads: int = 4, shared: int = 2, dim: int = 6, **fields: Any) -> Any:
@@ -25,7 +29,8 @@ def built(heads: int = 4, shared: int = 2, dim: int = 6, **fields: Any) -> Any:
     )
     torch.manual_seed(0)
     encoding = posenc.build(posenc.encoding("shaw", **fields), shape)
-    torch.nn.init.normal_(encoding.get_parameter("weight"))
+    for parameter in encoding.parameters():
+        torch.nn.init.normal_(parameter)
     return encoding
 
 
@@ -77,15 +82,79 @@ def test_transformers_attends_the_same() -> None:
     assert not torch.allclose((query @ key.mT).softmax(-1), scores.softmax(-1), atol=1e-3)
 
 
+@pytest.mark.parametrize(("left", "right"), [(16, 16), (3, 1), (0, 0)])
+def test_output_equals_the_naive_one(left: int, right: int) -> None:
+    encoding = built(left=left, right=right, relative="keys_and_values").double()
+    at, to = [5, 6, 900], [0, 3, 5, 6, 7, 131072]
+    weights = torch.randn(2, 4, 3, 6).double().softmax(-1).requires_grad_()
+    found = encoding.output_bias(weights, Positions(query=torch.tensor([at]), key=torch.tensor([to])))
+    table = encoding.values.tolist()
+    expected = torch.tensor([naive.shaw_values(row, table, at, to, left, right) for row in weights.tolist()])
+    assert torch.allclose(found, expected.double(), atol=1e-6)
+    upstream = torch.randn_like(found)
+    (found * upstream).sum().backward()
+    index = [[min(max(j - i, -left), right) + left for j in to] for i in at]
+    rows = torch.tensor(table).double()[torch.tensor(index)]
+    assert torch.allclose(weights.grad, torch.einsum("bhqd,qkd->bhqk", upstream, rows), atol=1e-6)
+    assert encoding.values.grad.any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("subject", ["gpt2", "llama", "bert"])
+def test_a_model_attends_as_the_equations_say(subject: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stock model without positions, whose own attention function was replaced by equations 3 and 5."""
+    model = posenc.patch(SUBJECTS[subject].fresh(attn_implementation=backend), BOTH, verify=False)
+    torch.manual_seed(3)
+    encoding = next(module for name, module in model.named_modules() if name.endswith("posenc"))
+    for parameter in encoding.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    ids = tokens(2, 17)
+    bare = posenc.NoPE(allow_bidirectional=True)
+    stock = posenc.patch(SUBJECTS[subject].fresh(attn_implementation="eager"), bare, verify=False)
+    index = (torch.arange(17)[None] - torch.arange(17)[:, None]).clamp(-5, 3) + 5
+    keys, values = (table.detach()[index] for table in (encoding.weight, encoding.values))
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+        scores = torch.einsum("bhqd,bhqkd->bhqk", query, key[:, :, None] + keys) * query.shape[-1] ** -0.5
+        if subject != "bert":
+            scores = scores.masked_fill(torch.ones(17, 17, dtype=torch.bool).triu(1), -torch.inf)
+        weights = scores.softmax(-1)
+        return torch.einsum("bhqk,bhqkd->bqhd", weights, value[:, :, None] + values), weights
+
+    owner = f"transformers.models.{subject}.modeling_{subject}.eager_attention_forward"
+    found = logits(model, ids)
+    bare_logits = logits(stock, ids)
+    monkeypatch.setattr(owner, attention)
+    assert_same(found, logits(stock, ids))
+    assert (found - bare_logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("subject", ["gpt2", "llama", "bert"])
+def test_relative_values_start_by_changing_no_logit(subject: str) -> None:
+    bare = posenc.NoPE(allow_bidirectional=True)
+    fresh = [SUBJECTS[subject].fresh(attn_implementation="eager") for _ in range(2)]
+    found, expected = (posenc.patch(m, config, verify=False) for m, config in zip(fresh, (BOTH, bare), strict=True))
+    assert torch.equal(logits(found, tokens(2, 40)), logits(expected, tokens(2, 40)))
+
+
+def test_maps_are_the_weights_that_values_were_mixed_by() -> None:
+    model = posenc.patch(SUBJECTS["llama"].fresh(attn_implementation="eager"), BOTH, verify=False)
+    maps = model(input_ids=tokens(1, 9), output_attentions=True).attentions
+    assert all(torch.allclose(layer.sum(-1), torch.ones(1, 4, 9), atol=1e-5) for layer in maps)
+    with pytest.raises(BackendError, match="no way to carry"):
+        model.set_attn_implementation("flex_attention")
+
+
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("fields", "message"),
     [
-        ({"left": -1}, ConfigError, "left must be an integer >= 0"),
-        ({"right": 2.0}, ConfigError, "right must be"),
-        ({"values": "both"}, ConfigError, "values must be True or False"),
-        ({"values": True}, UnsupportedEncodingError, "relative values"),
+        ({"left": -1}, "left must be an integer >= 0"),
+        ({"right": 2.0}, "right must be"),
+        ({"relative": "key"}, "did you mean 'keys'"),
+        ({"per_layer": 1}, "per_layer must be True or False"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_makes_no_sense_is_refused(fields: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         built(**fields)

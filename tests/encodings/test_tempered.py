@@ -15,7 +15,7 @@ from hf_posenc.encodings.tempered import SCALES, TRAINED, Tempered
 from hf_posenc.errors import ConfigError, UnknownNameError, UnsupportedEncodingError
 from tests import naive_rotary as naive
 
-HOOKS = ("embed", "remap", "rotate", "rotate_key", "bias", "distance_bias", "gate", "score")
+HOOKS = ("embed", "remap", "rotate", "rotate_key", "bias", "distance_bias", "gate", "score", "output_bias")
 
 
 def geometry(**fields: Any) -> posenc.Geometry:
@@ -131,6 +131,7 @@ def test_every_other_hook_is_that_of_the_encoding_inside(inner: posenc.EncodingC
         "bias": (states, keys, positions),
         "distance_bias": (ids[0].float(),),
         "score": (states, keys, positions),
+        "output_bias": (torch.rand(1, 4, 6, 6), positions),
     }
     for hook in HOOKS:
         assert tempered.overrides(hook) == alone.overrides(hook)
