@@ -26,6 +26,7 @@ from hf_posenc.length import max_length
 from hf_posenc.modeling import when_written as _when_written
 from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
 from hf_posenc.positions import Geometry, Positions
+from hf_posenc.temperature import Temperature
 from hf_posenc.verify import Certificate, verify
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "RoPE",
     "Sinusoidal",
     "Stacks",
+    "Temperature",
     "build",
     "discover",
     "encoding",

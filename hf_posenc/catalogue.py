@@ -106,7 +106,7 @@ def entry_of(cls: type[EncodingConfig]) -> Entry:
         torch.manual_seed(0)
         module = config.build(GPT2).double()
         start = _start(module, cls.name)
-        numbers = sum(parameter.numel() for parameter in module.parameters())
+        numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
         positions = _positions(module)
@@ -180,8 +180,7 @@ def _scores(module: Encoding, shift: int, *, spread: int = 1) -> Tensor:
     scores = module.score(query, key, at)
     if scores is None:
         scores = module.rotate(query, at.query) @ module.rotate_key(key, at.key).mT
-    temperature = module.temperature(at.query)
-    scores = scores if temperature is None else scores * temperature[..., None]
-    bias = module.bias(query, key, at)
+    bias, factor = module.bias(query, key, at), module.factor(at.query)
     scores = scores if bias is None else scores + bias
+    scores = scores if factor is None else scores * factor[..., None]
     return scores[0][:, at.distance()[0] >= 0]

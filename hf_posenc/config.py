@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import ConfigError, did_you_mean
 from hf_posenc.positions import Geometry, Positions, working_dtype
 from hf_posenc.registry import Registry
+from hf_posenc.temperature import Temperature, Tempering
 
 SCHEMA_VERSION = 1
 
@@ -33,9 +34,16 @@ class Encoding(nn.Module):
     """Length in tokens after which the rotation of a query depends on how far the text has come, or None where it never
     does. Keys are then cached unrotated, and `at_length` gives the static encoding of a query at that length."""
 
+    tempering: Tempering | None
+    """The temperature that the config asked for, beside whatever `temperature` does, or None."""
+
     visible: tuple[int, int] | None = None
     """How many first, and how many most recent tokens of a text a query sees, its own among the latter, or None where
     it sees all. Whatever a dynamic cache holds beyond these is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tempering = None
 
     def embed(self, position_ids: Tensor) -> Tensor | None:
         """Return what is added to the token embedding: (b, n) int64 -> (b, n, hidden_size), or None."""
@@ -53,7 +61,7 @@ class Encoding(nn.Module):
         """Return what is added to the scaled scores before softmax: (1|b, 1|h, q, k) float32, or None.
 
         Args:
-            query: (b, h, q, d), rotated and scaled, so that its product with a key is a score.
+            query: (b, h, q, d), rotated and scaled, so that its product with a key is a score; not tempered.
             key: (b, h, k, d) or, with grouped heads, (b, h_kv, k, d), rotated.
             positions: of these queries and these keys.
         """
@@ -87,8 +95,16 @@ class Encoding(nn.Module):
         return self.rotate(states, position_ids)
 
     def temperature(self, position_ids: Tensor) -> Tensor | None:
-        """Return the factor on the scaled scores of every query: (b, n) -> (1|b, 1|h, n) float32, or None."""
+        """Return the factor on the scores of every query, bias included: (b, n) -> (1|b, 1|h, n) float32, or None."""
         return None
+
+    def factor(self, position_ids: Tensor) -> Tensor | None:
+        """Return `temperature`, times the one that the config asked for: (b, n) -> (1|b, 1|h, n) float32, or None."""
+        own = self.temperature(position_ids)
+        if self.tempering is None:
+            return own
+        asked: Tensor = self.tempering(position_ids)
+        return asked if own is None else own * asked
 
     def gate(self, hidden_states: Tensor) -> Tensor | None:
         """Return what is remembered of every key beside the key: (b, n, hidden_size) -> (b, h, n) float32, or None.
@@ -100,7 +116,8 @@ class Encoding(nn.Module):
     def score(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor | None:
         """Return the scaled scores themselves, (b, h, q, k) float32, where no rotation gives them; None elsewhere.
 
-        Queries come scaled, keys as projected; `rotate` is not called, `bias` still is. Arguments as in `bias`.
+        Queries come scaled and tempered, keys as projected; `rotate` is not called, `bias` still is. Arguments as in
+        `bias`.
         """
         return None
 
@@ -131,6 +148,8 @@ class Encoding(nn.Module):
 
     def overrides(self, hook: str) -> bool:
         """Tell whether this encoding gives `hook` a meaning of its own."""
+        if hook == "temperature" and self.tempering is not None:
+            return True
         own = getattr(type(self), hook) is not getattr(Encoding, hook)
         return own or (hook == "bias" and self.overrides("distance_bias"))
 
@@ -184,12 +203,22 @@ class Layers(Encoding):
         return min((rows for rows in found if rows is not None), default=None)
 
 
+E = TypeVar("E", bound="EncodingConfig")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncodingConfig:
     """Plain, frozen, validated numbers that name one encoding.
 
-    Subclasses set `name` (the registry key), `label` (the prefix of patched class names) and `module`.
+    Subclasses set `name` (the registry key), `label` (the prefix of patched class names) and `module`. One that checks
+    fields of its own, or fills them in from the model, calls `super().__post_init__()`, or `super().for_model(...)`.
+
+    Attributes:
+        temperature: a factor on all scores of a query, `Temperature(kind="log_n")` or its spec, `{"kind": "log_n"}`;
+            None (neutral) leaves them as they are.
     """
+
+    temperature: Temperature | dict[str, Any] | None = None
 
     name: ClassVar[str]
     label: ClassVar[str]
@@ -200,6 +229,10 @@ class EncodingConfig:
         """What a model says within its trained length after the patch: `changed`, `kept` (by a model that has a table
         of positions) or `either`; a patch that does otherwise is refused."""
         return "changed"
+
+    def __post_init__(self) -> None:
+        """Check the fields that all encodings may have; raises ConfigError."""
+        object.__setattr__(self, "temperature", Temperature.read(self.temperature))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-JSON form, which `from_dict` reads back exactly."""
@@ -215,22 +248,26 @@ class EncodingConfig:
             ConfigError: the config does not fit the geometry.
         """
         self.check(geometry)
-        return self.module(self, geometry)
+        module = self.module(self, geometry)
+        if (temperature := Temperature.read(self.temperature)) is not None:
+            module.tempering = Tempering(temperature, geometry)
+        return module
 
     def build_layers(self, geometry: Geometry, layers: int) -> Encoding:
         """Return the module for a model of so many layers: one that all share, or `Layers` where `per_layer` is set."""
-        if getattr(self, "per_layer", False):
+        if getattr(self, "per_layer", False) or getattr(self.temperature, "per_layer", False):
             return Layers([self.build(geometry) for _ in range(layers)])
         return self.build(geometry)
 
-    def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> EncodingConfig:
+    def for_model(self: E, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> E:
         """Return this config with every default that is read from the model filled in.
 
         Args:
             geometry: of the model.
             rope_parameters: the model's own, where it is a rotary one.
         """
-        return self
+        temperature = Temperature.read(self.temperature)
+        return self if temperature is None else dataclasses.replace(self, temperature=temperature.for_model(geometry))
 
     def for_stacks(self, names: Sequence[str]) -> dict[str, EncodingConfig]:
         """Return the encoding of every stack of these names, encoder and decoder, that is to have another one."""

@@ -101,7 +101,7 @@ def attend_in_form(
         key: (b, h_kv, k, d).
         value: (b, h_kv, k, d).
         backend: name of the attention function.
-        **given: what else it is given; `dropout` and `softcap` keep the fast forms away.
+        **given: what else it is given; `dropout`, `softcap` and temperatures keep the fast forms away.
 
     Returns:
         Output (b, q, h, d), and the attention weights (b, h, q, k) where the backend gives them.
@@ -113,7 +113,8 @@ def attend_in_form(
         )
     if encoding.rotation_grows_after is not None:
         return attend_by_length(scores, attend, query, key, value)
-    if backend == "sdpa" and encoding.overrides("distance_bias") and not dropout and given.get("softcap") is None:
+    plain = scores.factor is None and not dropout and given.get("softcap") is None
+    if backend == "sdpa" and encoding.overrides("distance_bias") and plain:
         output = attend_by_distance(scores, query, key, value)
         if output is not None:
             return output, None

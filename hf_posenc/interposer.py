@@ -35,6 +35,7 @@ from hf_posenc.scores import (
     exactly,
     fitted,
     fitted_gates,
+    tempered,
     with_gates,
     without_gates,
 )
@@ -274,14 +275,12 @@ def posenc_attention(
         slots=call.positions.own_slots(),
         known={} if encoding.overrides("remap") else call.positions.known,
     )
-    temperature = encoding.temperature(positions.query)
-    if temperature is not None:
-        query = query * temperature[..., None].to(query.dtype)
+    factor = encoding.factor(positions.query)
     key = key if call.keys_done else call.turned(key, positions.key)
     if not caches_bare_keys(encoding):
         query = encoding.rotate(query, positions.query)
     if not uses_key_positions(encoding):
-        return stock(module, query, key, value, attention_mask, **kwargs)
+        return stock(module, tempered(query, factor), key, value, attention_mask, **kwargs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, _: Tensor) -> Output:
         return stock(module, query, key, value, mask, **kwargs)
@@ -290,7 +289,8 @@ def posenc_attention(
     wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
     dtype = torch.float32 if wide else query.dtype
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    scores = Scores(encoding, positions, mask=attention_mask, causal=causal, dtype=dtype, scaling=scaling)
+    known = {"mask": attention_mask, "causal": causal, "dtype": dtype, "scaling": scaling, "factor": factor}
+    scores = Scores(encoding, positions, **known)
     return attend_in_form(scores, attend, query, key, value, backend=backend, **kwargs)
 
 

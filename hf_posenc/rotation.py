@@ -18,6 +18,8 @@ from hf_posenc.config import Encoding, EncodingConfig, encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Geometry, working_dtype
 
+ROTATION = ("theta", "partial_rotary_factor", "scaling")
+"""Fields of `RoPE` that encodings over a rotation have as well."""
 PAIRINGS = ("half_split", "interleaved")
 UNSEEN = -1e30
 """Score of a key that an encoding hides: no weight in any softmax, and finite, so that gradients are."""
@@ -146,11 +148,11 @@ class RotaryConfig(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields and bring `scaling` into one spelling; raises ConfigError."""
+        super().__post_init__()
         object.__setattr__(self, "scaling", self._rope().to_dict()["scaling"])
 
     def _rope(self) -> EncodingConfig:
-        fields = {"theta": self.theta, "partial_rotary_factor": self.partial_rotary_factor, "scaling": self.scaling}
-        return encoding("rope", **fields)
+        return encoding("rope", **{field: getattr(self, field) for field in ROTATION})
 
     def check(self, geometry: Geometry) -> None:
         """Raise ConfigError where the rotation does not fit, UnsupportedEncodingError where it grows with the text."""
@@ -175,7 +177,7 @@ class RotaryConfig(EncodingConfig):
         """Fill in theta, rotated fraction, scaling and original length from the model."""
         filled = self._rope().for_model(geometry, rope_parameters).to_dict()
         return dataclasses.replace(
-            self, **{field.name: filled[field.name] for field in dataclasses.fields(RotaryConfig)}
+            super().for_model(geometry, rope_parameters), **{field: filled[field] for field in ROTATION}
         )
 
     def causal_only(self, geometry: Geometry, reason: str) -> None:

@@ -71,6 +71,11 @@ def exactly(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
+def tempered(states: Tensor, factor: Tensor | None) -> Tensor:
+    """Return (b, h, q, ...) states times the (1|b, 1|h, q) factor of their query, where there is one."""
+    return states if factor is None else states * factor[..., None].to(states.dtype)
+
+
 class Scores:
     """What is added to the scaled scores of one call: bias, padding and causality together.
 
@@ -81,6 +86,7 @@ class Scores:
         causal: whether a call without a mask means a causal one.
         dtype: what the attention function takes.
         scaling: factor that makes a score of the product of query and key.
+        factor: on all scores of a query, (1|b, 1|h, q), or None.
     """
 
     def __init__(
@@ -92,12 +98,14 @@ class Scores:
         causal: bool,
         dtype: torch.dtype,
         scaling: float,
+        factor: Tensor | None = None,
     ) -> None:
         self.encoding = encoding
         self.positions = positions
         self.mask = mask
         self.dtype = dtype
         self.scaling = scaling
+        self.factor = factor
         self.triangle = mask is None and causal  # the caller left causality to the attention function
         self.past = positions.key.shape[1] - positions.query.shape[1]
 
@@ -111,7 +119,13 @@ class Scores:
             slots=self.positions.slots,
         )
         mask = None if self.mask is None else self.mask[index % len(self.mask)][None]
-        return Scores(self.encoding, positions, mask=mask, causal=self.triangle, dtype=self.dtype, scaling=self.scaling)
+        factor = None if self.factor is None else self.factor[index % len(self.factor)][None]
+        same: dict[str, Any] = {"causal": self.triangle, "dtype": self.dtype, "scaling": self.scaling}
+        return Scores(self.encoding, positions, mask=mask, factor=factor, **same)
+
+    def tempered(self, states: Tensor, rows: Tensor) -> Tensor:
+        """Return (b, h, rows, ...) states times the factor of the queries at these indices."""
+        return tempered(states, None if self.factor is None else self.factor[:, :, rows.to(states.device)])
 
     def at(self, rows: Tensor, keys: int) -> Positions:
         """Return the positions of the queries at these indices and of the first so many keys."""
@@ -138,6 +152,7 @@ class Scores:
         keys = key.shape[2]
         with exactly(query.device):
             bias, mask = self.encoding.bias(query * self.scaling, key, self.at(rows, keys)), self.mask
+            bias = None if bias is None else self.tempered(bias, rows)
         if mask is not None:
             mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), :keys]  # one row may stand for all
         elif self.triangle:
@@ -193,7 +208,8 @@ def attend_in_blocks(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
     for rows in torch.arange(total).split(block):
         seen = scores.keys_seen(rows)
         part, near = query[:, :, int(rows[0]) : int(rows[-1]) + 1], key[:, :, :seen]
-        output, weight = attend(part, near, value[:, :, :seen], scores.added(part, near, rows), rows)
+        added, part = scores.added(part, near, rows), scores.tempered(part, rows)
+        output, weight = attend(part, near, value[:, :, :seen], added, rows)
         outputs.append(output)
         if weight is not None:
             weights.append(nn.functional.pad(weight, (0, keys - seen)))
@@ -225,7 +241,8 @@ def attend_by_length(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
             seen, static = row.keys_seen(rows), encoding.at_length(length)
             q = static.rotate(query[one, :, rows], row.positions.query[:, rows])
             k = static.rotate(key[one, :, :seen], row.positions.key[:, :seen])
-            output, weight = attend(q, k, value[one, :, :seen], row.added(q, k, rows), rows)
+            added = row.added(q, k, rows)
+            output, weight = attend(row.tempered(q, rows), k, value[one, :, :seen], added, rows)
             parts.append(output)
             order.append(rows)
             if weight is not None:

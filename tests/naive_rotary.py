@@ -142,3 +142,26 @@ def temperature(kind: str, position: int, seen: int, scale: float, length: int, 
     if kind == "inkling":
         return 1 + scale * math.log(max(1.0, (position + 1) / length))
     return float((1 + (position + 1) / length) ** scale)
+
+
+def fope(
+    state: list[float],
+    position: int,
+    cosines: list[list[float]],
+    sines: list[list[float]],
+    theta: float,
+    length: int,
+    still: float,
+) -> list[float]:
+    """One head turned by FoPE: pair k by the k-th column of both mixtures of the frequencies that finish a turn."""
+    half = len(state) // 2
+    speeds = [theta ** (-k / half) for k in range(half) if theta ** (-k / half) * length >= 2 * math.pi]
+    out = [0.0] * len(state)
+    for k in range(half):
+        cos, sin = 1.0, still
+        if k < len(speeds):
+            cos = sum(math.cos(position * speed) * cosines[f][k] for f, speed in enumerate(speeds))
+            sin = sum(math.sin(position * speed) * sines[f][k] for f, speed in enumerate(speeds))
+        out[k] = state[k] * cos - state[half + k] * sin
+        out[half + k] = state[half + k] * cos + state[k] * sin
+    return out

@@ -21,6 +21,7 @@ FLOORS = [
     *(
         "errors provenance",
         "registry positions scaling",
+        "temperature",
         "config family",
         "rotation",
         "encodings families",

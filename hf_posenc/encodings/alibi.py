@@ -130,6 +130,7 @@ class Alibi(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         for field, known in (("sides", SIDES), ("form", FORMS)):
             value = getattr(self, field)
             if value not in known:

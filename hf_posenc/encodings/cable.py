@@ -79,6 +79,7 @@ class Cable(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         if isinstance(self.bias_init, bool) or not isinstance(self.bias_init, int | float):
             raise ConfigError(f"Cable.bias_init must be a number, was: {self.bias_init!r}")
         if not math.isfinite(self.bias_init):

@@ -73,6 +73,7 @@ class CoPE(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         rows = self.max_positions_counted
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 2:
             raise ConfigError(f"CoPE.max_positions_counted must be an integer >= 2, was: {rows!r}")

@@ -104,6 +104,7 @@ class FIRE(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         for field, least in (("original_max_position_embeddings", 2), ("width", 1)):
             value = getattr(self, field)
             optional = value is None and field != "width"
@@ -127,4 +128,5 @@ class FIRE(EncodingConfig):
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> FIRE:
         """Record the model's own length where none was given."""
         length = self.original_max_position_embeddings or geometry.max_position_embeddings
-        return dataclasses.replace(self, original_max_position_embeddings=length)
+        filled = super().for_model(geometry, rope_parameters)
+        return dataclasses.replace(filled, original_max_position_embeddings=length)

@@ -90,6 +90,7 @@ class Kerple(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         for field, known in (("kernel", KERNELS), ("parametrization", PARAMETRIZATIONS)):
             value = getattr(self, field)
             if value not in known:

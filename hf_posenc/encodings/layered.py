@@ -48,6 +48,9 @@ class Layered(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields, and the configs inside, and bring these into their plain form; raises ConfigError."""
+        super().__post_init__()
+        if self.temperature is not None:
+            raise ConfigError("Layered has no temperature of its own; give one to each encoding inside that needs it.")
         if (self.layers is None) == (self.pattern is None):
             raise ConfigError(
                 "Layered needs either layers, one encoding for each layer of the model, or pattern, encodings to "
@@ -72,7 +75,7 @@ class Layered(EncodingConfig):
         """Raise ConfigError: several encodings are not one."""
         raise ConfigError(
             "Layered is one encoding for each layer and cannot stand inside another encoding, nor be built for a "
-            "single layer. Put the others inside it, as in Layered(pattern=[Tempered(...), NoPE()])."
+            "single layer. Put the others inside it, as in Layered(pattern=[RoPE(), NoPE()])."
         )
 
     def build_layers(self, geometry: Geometry, layers: int) -> Encoding:
@@ -104,7 +107,8 @@ class Layered(EncodingConfig):
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> Layered:
         """Fill in the encodings inside from the model."""
         filled = [config.for_model(geometry, rope_parameters).to_dict() for config in self.inner()]
-        return dataclasses.replace(self, **{"layers" if self.pattern is None else "pattern": filled})
+        fields: dict[str, Any] = {"layers" if self.pattern is None else "pattern": filled}
+        return dataclasses.replace(self, **fields)
 
 
 def _plain(spec: object, where: str) -> dict[str, Any]:

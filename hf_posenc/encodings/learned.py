@@ -216,6 +216,7 @@ class Learned(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         rows = self.max_position_embeddings
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ConfigError(f"Learned.max_position_embeddings must be a positive integer or None, was: {rows!r}")
@@ -239,4 +240,4 @@ class Learned(EncodingConfig):
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> Learned:
         """Record the model's own length where none was given."""
         rows = self.max_position_embeddings or geometry.max_position_embeddings
-        return dataclasses.replace(self, max_position_embeddings=rows)
+        return dataclasses.replace(super().for_model(geometry, rope_parameters), max_position_embeddings=rows)

@@ -109,6 +109,7 @@ class BertRelative(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         rows = self.max_position_embeddings
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ConfigError(f"BertRelative.max_position_embeddings must be a positive integer or None, was: {rows!r}")
@@ -121,4 +122,4 @@ class BertRelative(EncodingConfig):
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> BertRelative:
         """Record the model's own length where none was given."""
         rows = self.max_position_embeddings or geometry.max_position_embeddings
-        return dataclasses.replace(self, max_position_embeddings=rows)
+        return dataclasses.replace(super().for_model(geometry, rope_parameters), max_position_embeddings=rows)

@@ -2,7 +2,7 @@
 
 Su 2023, "Transformer upgrade path 12: ReRoPE with infinite extrapolation" (kexue.fm 9708) and its leaky form (9731);
 checked against the distances of the author's repository. No training. The author multiplies the scores by log-n as
-well: `Tempered(encoding=ReRoPE(...), kind="log_n")`.
+well: `ReRoPE(temperature={"kind": "log_n"})`.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class RoPE(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields and bring `scaling` into one spelling; raises ConfigError."""
+        super().__post_init__()
         if self.theta is not None and not (is_number(self.theta) and self.theta > 1):
             raise ConfigError(f"RoPE.theta must be a finite number above 1, was: {self.theta!r}")
         factor = self.partial_rotary_factor
@@ -173,7 +174,13 @@ class RoPE(EncodingConfig):
             scaling = checked({key: own[key] for key in own if key not in ("rope_theta", "partial_rotary_factor")})
         if scaling and ORIGINAL in KINDS[scaling["rope_type"]].keys:
             scaling = {**scaling, ORIGINAL: scaling.get(ORIGINAL) or geometry.max_position_embeddings}
-        return dataclasses.replace(self, theta=float(theta), partial_rotary_factor=float(factor), scaling=scaling)
+        filled = super().for_model(geometry, rope_parameters)
+        return dataclasses.replace(
+            filled,
+            theta=float(theta),
+            partial_rotary_factor=float(factor),
+            scaling=scaling,
+        )
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
         """Return transformers' `rope_parameters` for this encoding, complete, or None where it has no such rotation.
@@ -183,7 +190,7 @@ class RoPE(EncodingConfig):
         """
         scaling, theta = dict(self.scaling or {"rope_type": "default"}), self.theta or 10000.0
         unknown = scaling.get("resonance") or scaling.get("ramp") == "rotations" or scaling.get("mix") == "harmonic"
-        if unknown or self.pairing != "half_split" or self.rope_type == "ntk_by_parts":
+        if unknown or self.temperature or self.pairing != "half_split" or self.rope_type == "ntk_by_parts":
             return None
         if self.rope_type == "dynamic" and self.mode != "frozen":
             if self.mode == "consistent" or self.original_length(geometry) != geometry.max_position_embeddings:

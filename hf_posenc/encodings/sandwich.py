@@ -60,6 +60,7 @@ class Sandwich(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 2 or self.width % 2:
             raise ConfigError(f"Sandwich.width must be an even integer >= 2, was: {self.width!r}")
         if isinstance(self.first_index, bool) or self.first_index not in (0, 1):

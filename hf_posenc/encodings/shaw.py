@@ -40,11 +40,13 @@ class ShawEncoding(Encoding):
         rows = query.to(dtype) @ self.weight.to(dtype).T  # (b, h, q, rows)
         return rows.gather(-1, self._rows(positions).expand(*rows.shape[:2], -1, -1))
 
-    def output_bias(self, weights: Tensor, positions: Positions) -> Tensor:
-        """Return the rows of `values` in the proportion that the weights give their distances: (b, h, q, d).
+    def output_bias(self, weights: Tensor, positions: Positions) -> Tensor | None:
+        """Return the rows of `values` in the proportion that the weights give their distances: (b, h, q, d), or None.
 
         Computed in float32 (float64 for float64 weights): first how much weight each row has, then the product.
         """
+        if self.config.relative == "keys":
+            return None
         dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
         table, weights = self.values.to(dtype), weights.to(dtype)
         shares = weights.new_zeros(*weights.shape[:3], len(table))
@@ -91,6 +93,7 @@ class Shaw(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         for field in ("left", "right"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -73,6 +73,7 @@ class Sinusoidal(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         for field, least in (("theta", 1), ("scale", 0), ("interpolation_factor", 0)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:

@@ -105,6 +105,7 @@ class T5(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         for field in ("num_buckets", "max_distance"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 2:

@@ -90,6 +90,7 @@ class TransformerXL(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
+        super().__post_init__()
         clamp = self.clamp_length
         if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, int) or clamp < 1):
             raise ConfigError(f"TransformerXL.clamp_length must be a positive integer or None, was: {clamp!r}")

@@ -28,11 +28,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "rerope": {"window": 20},
     "self_extend": {"group": 3, "window": 20},
     "string": {"local": 8},
-    "tempered": {"encoding": {"name": "alibi"}, "kind": "ssmax"},
 }
 CAUSAL_ONLY = {"cable", "cope", "drope", "dual_chunk", "fire", "fox", "lm_infinite", "nope", "sinks", "xpos"}
 IDENTITY = {"bert_relative", "cope", "drope", "fire", "nope", "shaw", "t5", "transformer_xl"}
-"""Those that start as if there were no positions at all. `lerope` starts as `rope`, `ssmax` as what is inside of it."""
+"""Those that start as if there were no positions at all. `lerope` starts as `rope`."""
+FROZEN = {"alibi", "fope"}
+"""Those whose numbers are trained only where that is asked for."""
 ENDED = {"learned"}
 """Those that cannot express positions past the trained length."""
 NAMES = [name for name in posenc.encodings() if name != "stacks"]  # for models of another kind
@@ -52,14 +53,14 @@ def config_of(name: str, **fields: Any) -> posenc.EncodingConfig:
 
 
 def own(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the encoding itself."""
-    return [parameter for name, parameter in model.named_parameters() if "posenc." in name]
+    """The trained parameters of the encoding itself."""
+    return [parameter for name, parameter in model.named_parameters() if "posenc." in name and parameter.requires_grad]
 
 
 @functools.cache
 def trained(subject: str, name: str, per_layer: bool = False) -> PreTrainedModel:
     """A patched model whose encoding has left its start, at random."""
-    fields: dict[str, Any] = {"trainable": True} if per_layer and name == "alibi" else {}
+    fields: dict[str, Any] = {"trainable": True} if per_layer and name in FROZEN else {}
     config = config_of(name, **fields, **({"per_layer": True} if per_layer else {}))
     model = posenc.patch(SUBJECTS[subject].fresh(), config, verify=False)
     torch.manual_seed(4)
@@ -133,7 +134,7 @@ def test_layers_of_their_own(subject: str, name: str) -> None:
     """Two layers have twice the numbers, and say what one set says only where both have the same."""
     model, ids = copy.deepcopy(trained(subject, name, per_layer=True)), tokens(2, TRAINED)
     one, two = model.get_submodule(_body(model) + "posenc.layers").children()
-    shared = dataclasses.replace(config_of(name), **({"trainable": True} if name == "alibi" else {}))
+    shared = dataclasses.replace(config_of(name), **({"trainable": True} if name in FROZEN else {}))
     alone = posenc.patch(SUBJECTS[subject].fresh(), shared, verify=False)
     alone.get_submodule(_body(alone) + "posenc").load_state_dict(one.state_dict())
     assert (logits(model, ids) - logits(alone, ids)).abs().max() > 1e-5

@@ -15,7 +15,6 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import hf_posenc as posenc
 from hf_posenc.config import from_dict
 from hf_posenc.encodings.layered import Layered
-from hf_posenc.encodings.tempered import Tempered
 from hf_posenc.errors import ConfigError, UnknownNameError, UnsupportedEncodingError
 from tests.models import SUBJECTS, TRAINED, assert_same, in_steps, logits, padding_of, tokens
 
@@ -29,7 +28,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "waves-and-temperature": {
         "layers": [
             posenc.Sinusoidal(),
-            Tempered(encoding=posenc.RoPE(), kind="log_n", length=8),
+            posenc.RoPE(temperature={"kind": "log_n", "length": 8}),
             posenc.NoPE(),
             posenc.encoding("kerple"),
         ]
@@ -171,7 +170,6 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], error: type[Exce
         ("gpt2", Layered(pattern=[posenc.Learned()]), UnsupportedEncodingError, r"layer 1 \(learned\)"),
         ("bert", Layered(pattern=[posenc.Alibi(), posenc.NoPE()]), UnsupportedEncodingError, "bag of words"),
         ("bert", Layered(pattern=[posenc.encoding("cope")]), UnsupportedEncodingError, "CoPE"),
-        ("gpt2", Tempered(encoding=Layered(pattern=[posenc.NoPE()]), kind="log_n"), ConfigError, "cannot stand inside"),
     ],
 )
 def test_what_does_not_fit_the_model_leaves_it_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_posenc as posenc
-from hf_posenc.encodings.tempered import Tempered
 from tests import checkpoints
 from tests.encodings.test_distances import CASES
 from tests.models import SUBJECTS, assert_same, in_steps, logits, sharpened, tokens
@@ -31,14 +31,15 @@ SPECS: dict[str, posenc.EncodingConfig] = {
             "original_max_position_embeddings": 20,
         }
     ),
-    "tempered-rerope": Tempered(encoding=posenc.encoding("rerope", window=5), kind="log_n", length=8),
-    "tempered-alibi": Tempered(encoding=posenc.Alibi(), kind="per_head", scale=1.5, per_layer=True),
-    "tempered-dynamic": Tempered(
-        encoding=posenc.RoPE(scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 20}),
-        kind="llama4",
-        length=8,
+    "tempered-rerope": posenc.encoding("rerope", window=5, temperature={"kind": "log_n", "length": 8}),
+    "tempered-alibi": posenc.Alibi(temperature={"kind": "per_head", "scale": 1.5, "per_layer": True}),
+    "tempered-dynamic": posenc.RoPE(
+        scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 20},
+        temperature={"kind": "llama4", "length": 8},
     ),
-    "tempered-nope": Tempered(encoding=posenc.NoPE(), kind="ssmax_paper"),
+    "tempered-nope": posenc.NoPE(temperature={"kind": "ssmax_paper"}),
+    "tempered-shaw": posenc.encoding("shaw", relative="keys_and_values", temperature={"kind": "llama4", "length": 8}),
+    "tempered-cope": posenc.encoding("cope", temperature={"kind": "inkling", "length": 8}),
 }
 
 
@@ -99,9 +100,9 @@ def test_an_encoder_goes_by_positions_and_not_by_slots(spec: str) -> None:
     [
         (posenc.encoding("lerope", theta=500.0), posenc.RoPE(theta=500.0)),
         (posenc.encoding("lerope", theta=500.0, per_layer=True), posenc.RoPE(theta=500.0)),
-        (Tempered(encoding=posenc.RoPE(theta=500.0), kind="ssmax"), posenc.RoPE(theta=500.0)),
-        (Tempered(encoding=posenc.Alibi(), kind="per_head", per_layer=True), posenc.Alibi()),
-        (Tempered(encoding=posenc.Learned(), kind="constant"), posenc.Learned()),
+        (posenc.RoPE(theta=500.0, temperature={"kind": "ssmax"}), posenc.RoPE(theta=500.0)),
+        (posenc.Alibi(temperature={"kind": "per_head", "per_layer": True}), posenc.Alibi()),
+        (posenc.Learned(temperature={"kind": "constant"}), posenc.Learned()),
         (posenc.encoding("drope"), posenc.NoPE()),
     ],
     ids=lambda config: config.name,
@@ -113,23 +114,45 @@ def test_identity_starts_change_no_logit(start: posenc.EncodingConfig, plain: po
 
 @pytest.mark.parametrize(
     "inner",
-    [
-        posenc.NoPE(),
-        posenc.Alibi(),
-        SPECS["rerope"],
-        SPECS["longrope"],
-        SPECS["xpos"],
-        posenc.encoding("lerope"),
-    ],
+    [posenc.NoPE(), SPECS["rerope"], SPECS["longrope"], SPECS["xpos"], posenc.encoding("lerope")],
     ids=lambda config: config.name,
 )
-def test_a_temperature_is_another_scale_of_the_scores(inner: posenc.EncodingConfig) -> None:
-    """Whichever way the encoding inside acts; a bias is not scaled by either."""
+def test_a_temperature_is_another_scale_of_products(inner: posenc.EncodingConfig) -> None:
+    """Whichever way the encoding acts, where it adds nothing to them."""
     ids, plain = tokens(2, LENGTH), patched(inner, "llama")
-    warm = patched(Tempered(encoding=inner, kind="constant", scale=1.5), "llama")
+    warm = patched(dataclasses.replace(inner, temperature={"kind": "constant", "scale": 1.5}), "llama")
     for layer in plain.model.layers:
         layer.self_attn.scaling *= 1.5
     assert_same(logits(warm, ids), logits(plain, ids))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["alibi", "shaw", "shaw-values", "cope", "fox", "transformer_xl"])
+def test_a_temperature_multiplies_the_whole_score_once(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Softmax of t_i times (product + bias), the bias being that of the bare query: read off a model without one."""
+    fields = {"shaw-values": {"relative": "keys_and_values"}}.get(name, {})
+    temperature = {"kind": "inkling", "length": 8, "scale": 0.7}
+    plain, warm = (
+        patched(posenc.encoding(name.removesuffix("-values"), **fields, **more), "llama", attn_implementation=kind)
+        for more, kind in (({}, "eager"), ({"temperature": temperature}, backend))
+    )
+    torch.manual_seed(3)
+    for one, other in zip(plain.model.posenc.parameters(), warm.model.posenc.parameters(), strict=True):
+        other.data = one.data.add_(0.3 * torch.randn_like(one)).clone()
+    ids, softmax = tokens(2, LENGTH), torch.nn.functional.softmax
+    factor = 1 + 0.7 * ((torch.arange(LENGTH) + 1) / 8).clamp(min=1).log()
+
+    def tempered(scores: Tensor, dim: int, **fields: Any) -> Tensor:
+        return softmax(scores * factor[:, None], dim, **fields)
+
+    found = logits(warm, ids)
+    plain_logits = logits(plain, ids)
+    monkeypatch.setattr(torch.nn.functional, "softmax", tempered)
+    monkeypatch.setattr(Tensor, "softmax", tempered)
+    assert_same(found, logits(plain, ids))
+    assert float((found - plain_logits).abs().max()) > 1e-2
 
 
 def test_the_attention_factor_of_yarn_stands_on_the_angles_or_on_the_scores() -> None:
@@ -137,7 +160,7 @@ def test_the_attention_factor_of_yarn_stands_on_the_angles_or_on_the_scores() ->
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     on_angles = posenc.RoPE(scaling={**scaling, "attention_factor": 1.3})
     bare = posenc.RoPE(scaling={**scaling, "attention_factor": 1.0})
-    on_scores = Tempered(encoding=bare, kind="constant", scale=1.3**2)
+    on_scores = dataclasses.replace(bare, temperature={"kind": "constant", "scale": 1.3**2})
     ids = tokens(2, LENGTH)
     said = [logits(patched(spec, "gpt2"), ids) for spec in (on_angles, on_scores, bare)]
     assert_same(said[1], said[0], 1e-4)

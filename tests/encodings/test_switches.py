@@ -7,185 +7,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import hf_posenc as posenc
 from hf_posenc import scaling as scalings
+from hf_posenc import temperature as temperatures
 from hf_posenc.config import ENCODINGS
 from hf_posenc.errors import ConfigError
 from hf_posenc.scaling import KINDS
-
-Numbers = list[float]
-ABSENT = {
-    14: "fope",  # its zero-frequency sines: the method is not among the encodings
-    18: "drope",  # its normalisation of queries and keys changes the model and not its positions
-}
-
-
-@dataclass(frozen=True)
-class Switch:
-    """One disagreement.
-
-    `sides` maps every value of the field to what `probe` gives for it; the first one is the default.
-    """
-
-    number: int
-    encoding: str
-    field: str
-    probe: Callable[..., Numbers]
-    sides: dict[Any, Numbers]
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def config(self, value: Any) -> Any:
-        """The config with that value, `rope_type.key` being a key of a scaling."""
-        kind, _, key = self.field.rpartition(".")
-        if not kind:
-            return posenc.encoding(self.encoding, **self.fixed, **{key: value})
-        return posenc.RoPE(**{**self.fixed, "scaling": {"rope_type": kind, **self.fixed["scaling"], key: value}})
-
-
-def geometry(**fields: Any) -> posenc.Geometry:
-    plain = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
-    return posenc.Geometry(**{**plain, "max_position_embeddings": 512, "causal": True, **fields})
-
-
-def label(switch: Switch) -> str:
-    return f"{switch.number}-{switch.encoding}-{switch.field}"
-
-
-def built(config: Any, shape: posenc.Geometry) -> Any:
-    return posenc.build(config, shape)
-
-
-def frequencies(*pairs: int, dim: int) -> Callable[[Any], Numbers]:
-    """Radians per token of these pairs."""
-    return lambda config: [built(config, geometry(head_dim=dim)).inv_freq[k] for k in pairs]
-
-
-def distances(row: int, *columns: int) -> Callable[[Any], Numbers]:
-    """How far away keys seem to a query at `row`, off the angle of a pair that turns by 0.01 a token."""
-
-    def probe(config: Any) -> Numbers:
-        state = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-        keys = torch.tensor([columns])
-        positions = posenc.Positions(query=torch.tensor([[row]]), key=keys)
-        score = built(config, geometry()).score(
-            state.expand(1, 1, 1, 4), state.expand(1, 1, len(columns), 4), positions
-        )
-        return (score.clamp(-1, 1).acos() * 100).flatten().tolist()
-
-    return probe
-
-
-def biases(query: int, *keys: int, **shape: Any) -> Callable[[Any], Numbers]:
-    """The bias of the last head."""
-
-    def probe(config: Any) -> Numbers:
-        found = geometry(**shape)
-        states = torch.zeros(1, found.num_attention_heads, len(keys), found.head_dim, dtype=torch.float64)
-        positions = posenc.Positions(query=torch.tensor([[query]]), key=torch.tensor([keys]))
-        bias = built(config, found).bias(states[:, :, :1], states, positions)
-        return bias[0, -1].flatten().tolist()
-
-    return probe
-
-
-def trained(number: float, probe: Callable[..., Any], **shape: Any) -> Callable[[Any], Numbers]:
-    """What `probe` gives of an encoding all of whose numbers are `number`."""
-
-    def run(config: Any) -> Numbers:
-        encoding = built(config, geometry(**shape)).double()
-        with torch.no_grad():
-            for parameter in encoding.parameters():
-                parameter.fill_(number)
-            found: Tensor = probe(encoding)
-        return found.flatten().tolist()
-
-    return run
-
-
-def sinusoid(config: Any) -> Numbers:
-    return built(config, geometry()).embed(torch.tensor([[1]])).flatten().tolist()
-
-
-def table(config: Any) -> Numbers:
-    encoding: Any = built(config, geometry(max_position_embeddings=4))
-    encoding.adopt(torch.tensor([[0.0], [10.0], [20.0], [30.0]]).expand(-1, 8))
-    return encoding.weight[:, 0].tolist()
-
-
-def turned(config: Any) -> Numbers:
-    states = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    return built(config, geometry()).rotate(states.expand(1, 1, 1, 4), torch.tensor([[1]])).flatten().tolist()
-
-
-def fire_argument(*places: tuple[int, int]) -> Callable[[Any], Numbers]:
-    """What the network of FIRE is asked at (query, distance): one unit that passes its argument on."""
-
-    def probe(config: Any) -> Numbers:
-        encoding: Any = built(config, geometry()).double()
-        with torch.no_grad():
-            for layer in (encoding.hidden, encoding.output):
-                layer.weight.fill_(1)
-                layer.bias.zero_()
-            encoding.c.fill_(0.1)
-        states, found = torch.zeros(1, 1, 1, 4, dtype=torch.float64), []
-        for i, d in places:
-            at = posenc.Positions(query=torch.tensor([[i]]), key=torch.tensor([[i - d]]))
-            found.append(encoding.bias(states, states, at).item())
-        return found
-
-    return probe
-
-
-def temperature(*positions: int) -> Callable[[Any], Numbers]:
-    def probe(config: Any) -> Numbers:
-        found = built(config, geometry()).temperature(torch.tensor([positions]))
-        return found.flatten().tolist()
-
-    return probe
-
-
-def cope_place(encoding: Any) -> Tensor:
-    """Rows that count up tell the position of a key: the query's own, whose score is 1."""
-    encoding.weight.zero_()
-    encoding.weight[:, 0] = torch.arange(64)
-    query, key = torch.zeros(1, 1, 1, 4).double(), torch.zeros(1, 1, 1, 4).double()
-    query[..., 0] = 0.5  # scaled: without the division by sqrt(4) it is 1, and reads a row's number off
-    key[..., 0] = 2
-    found: Tensor = encoding.bias(query, key, posenc.Positions(query=torch.tensor([[0]]), key=torch.tensor([[0]])))
-    return found
-
-
-def t5_row(encoding: Any) -> Tensor:
-    states = torch.zeros(1, 1, 1, 4).double()
-    found: Tensor = encoding.bias(states, states, posenc.Positions(query=torch.tensor([[3]]), key=torch.tensor([[1]])))
-    return found
-
-
-def layers_of_four(config: Any) -> Numbers:
-    """How many sets of numbers a model of four layers has."""
-    return [float(len(list(config.build_layers(geometry(), 4).parameters())))]
-
-
-def sandwich(first: int) -> float:
-    return (sum(math.cos(1e4 ** (-2 * k / 128)) for k in range(first, first + 64)) - 64) / 8
-
-
-def fire(query: float, distance: float, threshold: int) -> float:
-    return math.log1p(0.1 * distance) / (math.log1p(0.1 * max(query, threshold)) + 1e-6)
-
-
-def pair(k: int, dim: int, theta: float = 10000.0) -> float:
-    """Radians per token of a pair that nothing slows down."""
-    return float(theta ** (-2 * k / dim))
-
+from tests.encodings.switches import (
+    Numbers,
+    Switch,
+    biases,
+    built,
+    cope_place,
+    distances,
+    fire,
+    fire_argument,
+    frequencies,
+    geometry,
+    label,
+    layers_of_four,
+    normalized,
+    pair,
+    sandwich,
+    sinusoid,
+    still_pair,
+    t5_row,
+    table,
+    temperature,
+    trained,
+    turned,
+)
 
 SINES = (0.8414709848, 0.0998334166, 0.0099998333, 0.0009999998)
 COSINES = (0.5403023059, 0.9950041653, 0.9999500004, 0.9999995)
@@ -229,11 +83,11 @@ SWITCHES = [
     ),
     Switch(
         4,
-        "tempered",
-        "scale",
+        "nope",
+        "temperature.scale",
         temperature(0, 9),
         {None: [1.0] * 2, (0.1 * math.log(40) + 1) ** 2: [1.8738542071] * 2},
-        {"encoding": {"name": "rope"}, "kind": "constant"},
+        {"temperature": {"kind": "constant"}},
     ),
     Switch(
         5,
@@ -324,23 +178,23 @@ SWITCHES = [
     ),
     Switch(
         13,
-        "tempered",
-        "kind",
+        "nope",
+        "temperature.kind",
         temperature(8190, 8191, 8192),
         {
             "llama4": [1.0, 1.0693147181, 1.0693147181],
             "ministral3": [1.0, 1.0, 1.0693147181],
             "log_n": [1 + math.log((p + 1) / 8192) / math.log(8192) if p > 8191 else 1.0 for p in (8190, 8191, 8192)],
         },
-        {"encoding": {"name": "nope"}, "length": 8192},
+        {"temperature": {"length": 8192}},
     ),
     Switch(
         13,
-        "tempered",
-        "length",
+        "nope",
+        "temperature.length",
         temperature(4095),
         {None: [4 / 3], 512: [4 / 3], 4096: [1.0]},
-        {"encoding": {"name": "nope"}, "kind": "log_n"},
+        {"temperature": {"kind": "log_n"}},
     ),
     Switch(
         15,
@@ -367,18 +221,23 @@ SWITCHES = [
         trained(0.0, cope_place),
         {"scaled": [1 / (1 + math.exp(-1))], "unscaled": [1 / (1 + math.exp(-2))]},
     ),
+    Switch(14, "fope", "still_sines", still_pair, {"one": [3.0 - 4.0, 4.0 + 3.0], "zero": [3.0, 4.0]}),
+    Switch(
+        18,
+        "drope",
+        "normalization",
+        normalized,
+        {"none": [1.0, 1.0, 7.0, 7.0], "all_heads": [0.2, 0.2, 1.4, 1.4], "per_head": [1.0, 1.0, 1.0, 1.0]},
+    ),
     Switch(19, "t5", "multiplier", trained(0.7, t5_row), {"one": [0.7], "sqrt_head_dim": [1.4]}),
     Switch(19, "t5", "per_layer", layers_of_four, {False: [1], True: [4]}),
 ]
-EVEN = {("learned", "extension"), ("tempered", "kind"), ("rope", "proportional.rope_type")}
+EVEN = {("learned", "extension"), ("nope", "temperature.kind"), ("rope", "proportional.rope_type")}
 """Fields that have no default, or another one: they choose among methods, of which these are some."""
 
 
-def test_all_nineteen_are_here_or_have_a_reason() -> None:
-    assert {switch.number for switch in SWITCHES} | ABSENT.keys() == set(range(1, 20))
-    assert ABSENT[14] not in posenc.encodings()
-    fields = {field.name for field in dataclasses.fields(ENCODINGS[ABSENT[18]])}
-    assert fields == {"factor", "coefficient"}
+def test_all_nineteen_are_here() -> None:
+    assert {switch.number for switch in SWITCHES} == set(range(1, 20))
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=label)
@@ -398,16 +257,15 @@ def test_the_first_side_is_the_default(switch: Switch) -> None:
     """In a scaling a key that is left out does what the default says."""
     default = next(iter(switch.sides))
     kind, _, key = switch.field.rpartition(".")
-    if kind:
+    if kind == "temperature":
+        assert getattr(temperatures.Temperature(kind="constant"), key) == default
+    elif kind:
         choices = KINDS[kind].choices.get(key)
         assert choices is None or choices[0] == default
-        scaling = {"rope_type": kind, **switch.fixed["scaling"]}
-        left_out: posenc.EncodingConfig = posenc.RoPE(**{**switch.fixed, "scaling": scaling})
     else:
         fields = {field.name: field.default for field in dataclasses.fields(ENCODINGS[switch.encoding])}
         assert fields[key] == default
-        left_out = posenc.encoding(switch.encoding, **switch.fixed)
-    assert switch.probe(left_out) == switch.probe(switch.config(default))
+    assert switch.probe(switch.left_out()) == switch.probe(switch.config(default))
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=label)
@@ -422,7 +280,8 @@ def test_every_side_is_documented(switch: Switch) -> None:
     key = switch.field.rpartition(".")[2]
     text = ENCODINGS[switch.encoding].__doc__ or ""
     if "." in switch.field:
-        text += " ".join(str(getattr(thing, "__doc__", "")) for thing in vars(scalings).values())
+        things = [*vars(scalings).values(), *vars(temperatures).values()]
+        text += " ".join(str(getattr(thing, "__doc__", "")) for thing in things)
     assert key in text
     for side in (side for side in switch.sides if isinstance(side, str)):
         assert side in text

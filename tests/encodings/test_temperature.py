@@ -1,7 +1,8 @@
-"""Temperatures over other encodings, and DroPE, against a naive twin and the sheet's values."""
+"""Temperatures of encodings, and DroPE, against a naive twin and the sheet's values."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 import hf_posenc as posenc
-from hf_posenc.config import Encoding, from_dict
-from hf_posenc.encodings.tempered import SCALES, TRAINED, Tempered
-from hf_posenc.errors import ConfigError, UnknownNameError, UnsupportedEncodingError
+from hf_posenc.config import from_dict
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
+from hf_posenc.temperature import SCALES, TRAINED, Temperature
 from tests import naive_rotary as naive
 
 HOOKS = ("embed", "remap", "rotate", "rotate_key", "bias", "distance_bias", "gate", "score", "output_bias")
@@ -24,8 +25,8 @@ def geometry(**fields: Any) -> posenc.Geometry:
 
 
 def built(kind: str, inner: Any = None, shape: posenc.Geometry | None = None, **fields: Any) -> Any:
-    config = Tempered(encoding=inner or posenc.NoPE(allow_bidirectional=True), kind=kind, **fields)
-    return posenc.build(config, shape or geometry())
+    inner = inner or posenc.NoPE(allow_bidirectional=True)
+    return posenc.build(dataclasses.replace(inner, temperature=Temperature(kind=kind, **fields)), shape or geometry())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -34,7 +35,7 @@ def test_every_kind_equals_the_naive_one(kind: str, causal: bool) -> None:
     fields = {} if kind == "log_n" else {"scale": 0.7}
     encoding = built(kind, shape=geometry(causal=causal), length=10, **fields)
     rows = [[0, 8, 9, 10, 99], [3, 3, 20, 5000, 131072]]
-    factor = encoding.temperature(torch.tensor(rows))
+    factor = encoding.factor(torch.tensor(rows))
     assert factor.dtype == torch.float32
     assert factor.shape[0] in (1, 2)
     assert factor.shape[1] in (1, 4)
@@ -66,14 +67,14 @@ def test_every_kind_equals_the_naive_one(kind: str, causal: bool) -> None:
     ],
 )
 def test_published_values(kind: str, scale: float | None, length: int, position: int, value: float) -> None:
-    found = built(kind, scale=scale, length=length).temperature(torch.tensor([[position]]))
+    found = built(kind, scale=scale, length=length).factor(torch.tensor([[position]]))
     assert found.item() == pytest.approx(value, rel=2e-7)
 
 
 @pytest.mark.parametrize(("n", "sharp"), [(1024, 0.99965519), (65536, 0.99999711)])
 def test_published_softmax(n: int, sharp: float) -> None:
     """A peak among n keys keeps its weight under scalable softmax: scores from -2 to 3, scale 0.43."""
-    factor = built("ssmax_paper", scale=0.43).temperature(torch.tensor([[n - 1]]))[0, 0].item()
+    factor = built("ssmax_paper", scale=0.43).factor(torch.tensor([[n - 1]]))[0, 0].item()
     scores = torch.full((n,), -2.0, dtype=torch.float64)
     scores[-1] = 3.0
     assert (scores * factor).softmax(0)[-1].item() >= sharp - 1e-8
@@ -83,8 +84,8 @@ def test_published_softmax(n: int, sharp: float) -> None:
 def test_identity_starts_change_nothing() -> None:
     ids = torch.arange(4000)[None]
     for kind in ("constant", "per_head", "ssmax"):
-        assert (built(kind).temperature(ids) == 1).all()
-    paper = built("ssmax_paper").temperature(ids)[0, 0]
+        assert (built(kind).factor(ids) == 1).all()
+    paper = built("ssmax_paper").factor(ids)[0, 0]
     assert paper[15].item() == pytest.approx(1.0), "a text of the trained length is left as it is"
     assert paper[255].item() == pytest.approx(2.0)
 
@@ -92,85 +93,31 @@ def test_identity_starts_change_nothing() -> None:
 @pytest.mark.parametrize("kind", TRAINED)
 def test_gradients_reach_every_trained_number(kind: str) -> None:
     encoding = built(kind).to(torch.bfloat16)
-    factor = encoding.temperature(torch.arange(3, 40)[None])
+    factor = encoding.factor(torch.arange(3, 40)[None])
     assert factor.dtype == torch.float32
     factor.square().sum().backward()
-    names = {"per_head": ["scale"], "ssmax": ["scale", "offset"], "ssmax_paper": ["scale"]}[kind]
+    names = ["tempering.scale", "tempering.offset"] if kind == "ssmax" else ["tempering.scale"]
     assert [name for name, _ in encoding.named_parameters()] == names
     for parameter in encoding.parameters():
         assert parameter.shape == (4,)
         assert (parameter.grad != 0).all()
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        posenc.RoPE(),
-        posenc.Alibi(),
-        posenc.NoPE(),
-        posenc.Sinusoidal(),
-        posenc.Learned(),
-        posenc.encoding("rerope", window=2),
-        posenc.encoding("xpos"),
-    ],
-    ids=lambda config: config.name,
-)
-def test_every_other_hook_is_that_of_the_encoding_inside(inner: posenc.EncodingConfig) -> None:
-    torch.manual_seed(0)
-    tempered = built("log_n", inner)
-    torch.manual_seed(0)
-    alone = posenc.build(inner, geometry())
-    states, keys, ids = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.arange(6)[None]
-    positions = posenc.Positions(query=ids, key=ids)
-    arguments = {
-        "embed": (ids,),
-        "remap": (ids,),
-        "gate": (torch.randn(1, 6, 32),),
-        "rotate": (states, ids),
-        "rotate_key": (keys, ids),
-        "bias": (states, keys, positions),
-        "distance_bias": (ids[0].float(),),
-        "score": (states, keys, positions),
-        "output_bias": (torch.rand(1, 4, 6, 6), positions),
-    }
-    for hook in HOOKS:
-        assert tempered.overrides(hook) == alone.overrides(hook)
-        found, expected = (getattr(encoding, hook)(*arguments[hook]) for encoding in (tempered, alone))
-        assert (found is None) == (expected is None)
-        assert found is None or torch.equal(found, expected)
+@pytest.mark.parametrize("name", [name for name in posenc.encodings() if name != "layered"])
+def test_every_encoding_takes_one_and_is_what_it_was_beside_it(name: str) -> None:
+    plain, spec = posenc.encoding(name), {"kind": "ssmax"}
+    warm = dataclasses.replace(plain, temperature=spec)
+    assert warm.temperature == Temperature(kind="ssmax")
+    assert dataclasses.replace(warm, temperature=None) == plain
+    shape = geometry(max_position_embeddings=512)
+    alone, tempered = posenc.build(plain, shape), posenc.build(warm, shape)
+    assert [tempered.overrides(hook) for hook in HOOKS] == [alone.overrides(hook) for hook in HOOKS]
     assert tempered.overrides("temperature")
-    assert tempered.max_positions() == alone.max_positions()
-    table = torch.randn(16, 32)
-    for encoding in (tempered, alone):
-        encoding.adopt(table)
-    mine, its = tempered.embed(ids), alone.embed(ids)
-    assert mine is its is None or torch.equal(mine, its)
-
-
-class Marked(Encoding):
-    """Every hook answers with what tells it apart."""
-
-    def __getattribute__(self, name: str) -> Any:
-        return (lambda *_: name) if name in HOOKS else super().__getattribute__(name)
-
-
-def test_all_hooks_are_handed_on() -> None:
-    """A hook that the contract gains has to be handed on too."""
-    encoding, anything = built("constant"), torch.zeros(1)
-    encoding.inner = Marked()
-    for hook, arguments in {
-        **dict.fromkeys(HOOKS, 2),
-        "embed": 1,
-        "remap": 1,
-        "gate": 1,
-        "distance_bias": 1,
-        "bias": 3,
-        "score": 3,
-    }.items():
-        assert getattr(encoding, hook)(*[anything] * arguments) == hook
-    known = {*HOOKS, "temperature", "adopt", "at_length", "max_positions", "overrides"}
-    contract = {name for name in vars(Encoding) if not name.startswith("_") and callable(getattr(Encoding, name))}
-    assert contract == known
+    own = {name for name, _ in tempered.named_parameters()} - {name for name, _ in alone.named_parameters()}
+    assert own == {"tempering.scale", "tempering.offset"}
+    assert from_dict(json.loads(json.dumps(warm.for_model(shape).to_dict()))) == warm.for_model(shape)
+    with pytest.raises(ConfigError, match="did you mean 'ssmax'"):
+        dataclasses.replace(plain, temperature={"kind": "ssmx"})
 
 
 def test_a_growing_rotation_stays_tempered() -> None:
@@ -178,40 +125,43 @@ def test_a_growing_rotation_stays_tempered() -> None:
     encoding = built("ssmax", posenc.RoPE(scaling=scaling))
     alone = posenc.build(posenc.RoPE(scaling=scaling), geometry())
     assert encoding.rotation_grows_after == alone.rotation_grows_after == 16
-    static, states, ids = encoding.at_length(50), torch.randn(1, 4, 2, 8), torch.tensor([[3, 49]])
-    assert static.rotation_grows_after is None
-    assert static.scale is encoding.scale
-    assert torch.equal(static.rotate(states, ids), alone.at_length(50).rotate(states, ids))
-    assert encoding.rotation_grows_after == 16, "the growing one is left as it was"
-    assert built("ssmax").at_length(50).rotation_grows_after is None
+    states, ids = torch.randn(1, 4, 2, 8), torch.tensor([[3, 49]])
+    assert torch.equal(encoding.at_length(50).rotate(states, ids), alone.at_length(50).rotate(states, ids))
+    assert (encoding.factor(ids) == 1).all()
 
 
-def test_temperatures_multiply() -> None:
-    inside = Tempered(encoding=posenc.NoPE(), kind="constant", scale=3.0)
-    assert built("constant", inside, scale=0.5).temperature(torch.arange(3)[None]).tolist() == [[[1.5] * 3]]
+def test_the_encodings_own_temperature_is_multiplied() -> None:
     drope = posenc.encoding("drope", factor=4.0, coefficient=0.412)
-    found = built("constant", drope, scale=2.0).temperature(torch.arange(2)[None])
+    found = built("constant", drope, scale=2.0).factor(torch.arange(2)[None])
     assert found.tolist() == [[pytest.approx([2 * (1 + 0.412 * math.log(4))] * 2)]]
 
 
-def test_the_spec_survives_json_and_is_filled_in_from_the_model() -> None:
-    config = Tempered(encoding={"name": "rope"}, kind="ssmax_paper")
+def test_the_spec_is_filled_in_from_the_model() -> None:
+    config = posenc.RoPE(temperature={"kind": "ssmax_paper"})
     filled = config.for_model(geometry(max_position_embeddings=128), {"rope_theta": 5e5})
     plain = filled.to_dict()
-    assert plain["encoding"]["theta"] == 5e5
-    assert (plain["length"], plain["scale"]) == (128, pytest.approx(1 / math.log(128)))
+    assert plain["theta"] == 5e5
+    expected = {"kind": "ssmax_paper", "length": 128, "scale": pytest.approx(1 / math.log(128)), "per_layer": False}
+    assert plain["temperature"] == expected
     assert from_dict(json.loads(json.dumps(plain))) == filled
     assert filled.rope_parameters(geometry()) is None, "transformers has no tempered rotation"
-    assert Tempered(encoding={"name": "lerope", "per_layer": True}, kind="constant").per_layer
+    assert posenc.RoPE().rope_parameters(geometry()) is not None
+
+
+def test_layers_have_numbers_of_their_own_where_that_is_asked_for() -> None:
+    spec: dict[str, Any] = {"kind": "per_head"}
+    shared = posenc.RoPE(temperature=spec).build_layers(geometry(), 3)
+    apart = posenc.RoPE(temperature={**spec, "per_layer": True}).build_layers(geometry(), 3)
+    assert [len(list(encoding.parameters())) for encoding in (shared, apart)] == [1, 3]
 
 
 def test_drope_is_nothing_but_a_temperature() -> None:
     encoding = posenc.build(posenc.encoding("drope", factor=8.0, coefficient=0.103), geometry())
     assert not any(encoding.overrides(hook) for hook in HOOKS)
-    factor = encoding.temperature(torch.arange(3)[None])
+    factor = encoding.factor(torch.arange(3)[None])
     assert factor is not None
     assert factor.tolist() == [[pytest.approx([1 + 0.103 * math.log(8)] * 3)]]
-    neutral = posenc.build(posenc.encoding("drope"), geometry()).temperature(torch.arange(3)[None])
+    neutral = posenc.build(posenc.encoding("drope"), geometry()).factor(torch.arange(3)[None])
     assert neutral is not None
     assert (neutral == 1).all()
     with pytest.raises(UnsupportedEncodingError, match="bag of words"):
@@ -226,10 +176,12 @@ def test_drope_is_nothing_but_a_temperature() -> None:
         (lambda: built("constant", scale=-1.0), "scale"),
         (lambda: built("llama4", length=1), "length"),
         (lambda: built("llama4", length=8192.0), "length"),
+        (lambda: built("constant", per_layer=1), "per_layer"),
         (lambda: built("llama4", shape=geometry(max_position_embeddings=1)), "length"),
-        (lambda: built("constant", 3), "encoding config or its spec"),
-        (lambda: built("constant", {"theta": 3.0}), "needs a 'name'"),
-        (lambda: built("constant", {"name": "rope", "thetta": 3.0}), "did you mean 'theta'"),
+        (lambda: posenc.NoPE(temperature=3), "Temperature or its spec"),
+        (lambda: posenc.NoPE(temperature={"scale": 3.0}), "needs a 'kind'"),
+        (lambda: posenc.NoPE(temperature={"kind": "constant", "scal": 3.0}), "did you mean 'scale'"),
+        (lambda: posenc.encoding("layered", pattern=[posenc.NoPE()], temperature={"kind": "log_n"}), "each encoding"),
         (lambda: posenc.encoding("drope", factor=0.5), "factor"),
         (lambda: posenc.encoding("drope", coefficient=-0.1), "coefficient"),
     ],
@@ -237,10 +189,3 @@ def test_drope_is_nothing_but_a_temperature() -> None:
 def test_what_makes_no_sense_is_refused(build: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()
-
-
-def test_what_the_inside_refuses_is_refused() -> None:
-    with pytest.raises(UnsupportedEncodingError, match="bag of words"):
-        built("constant", posenc.NoPE(), geometry(causal=False))
-    with pytest.raises(UnknownNameError, match="did you mean 'alibi'"):
-        built("constant", {"name": "alibbi"})
