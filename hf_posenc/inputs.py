@@ -127,7 +127,7 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
         if uses_key_positions(joint.encoding):
             # the cache may have been made inside; whoever holds it next finds the positions of its keys beside it
             held = output.values() if hasattr(output, "values") else output
-            visible = self.posenc_joint.encoding.visible
+            visible = _visible(self, joint.encoding)
             for kept in {id(item): item for item in (cache, *held) if isinstance(item, Cache)}.values():
                 note(kept, positions.key)
                 if visible is not None:
@@ -135,6 +135,15 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
         return output
 
     return forward
+
+
+def _visible(model: Any, encoding: Encoding) -> tuple[int, int] | None:
+    """Return how far back queries see, or None where they see all, or as far as a window of the model's own says."""
+    declared = model.posenc_family.declared
+    windows = [getattr(model.config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(windows) or (declared is not None and (declared.local or declared.hides_future)):
+        return None  # such a window counts the keys that a cache holds
+    return encoding.visible
 
 
 def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_ids: bool) -> tuple[Positions, Any]:
