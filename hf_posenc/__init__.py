@@ -22,7 +22,7 @@ from hf_posenc.family import families as _families
 from hf_posenc.hub.bundle import write_bundle as _write_bundle
 from hf_posenc.hub.loading import from_pretrained
 from hf_posenc.hub.registration import register_configs
-from hf_posenc.length import max_length
+from hf_posenc.length import max_length, set_model_max_length
 from hf_posenc.modeling import when_written as _when_written
 from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
 from hf_posenc.positions import Geometry, Positions
@@ -63,6 +63,7 @@ __all__ = [
     "register_encoding",
     "register_family",
     "seq2seq_perplexity_by_length",
+    "set_model_max_length",
     "unpatch",
     "verify",
 ]

@@ -115,7 +115,9 @@ def patch(model: Model, encoding: Encoding, output: Output, options: Options = "
     print(posenc.verify(loaded))
     loaded.save_pretrained(output)
     try:
-        AutoTokenizer.from_pretrained(model).save_pretrained(output)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        posenc.set_model_max_length(tokenizer, loaded)
+        tokenizer.save_pretrained(output)
     except (OSError, ValueError) as error:
         print(f"no tokenizer was saved, since {model} has none: {error}")
     print(f"saved to {output}")

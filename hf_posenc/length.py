@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER, PreTrainedTokenizerBase
 
 from hf_posenc.errors import UnsupportedFamilyError
 from hf_posenc.family import Family, find_family
@@ -66,6 +67,16 @@ def _rows(body: nn.Module, config: Any, family: Family) -> int | None:
     if family.table is None or family.table_grows:
         return None
     return len(table_rows(body.get_submodule(family.table))) - table_start(family, config)
+
+
+def set_model_max_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    """Set `tokenizer.model_max_length`, where truncation cuts, to the number of positions that the model can express.
+
+    Where the model has no last position, this becomes the number by which transformers says that there is no limit.
+    Save the tokenizer of a patched model after this, and its folder speaks of one length everywhere.
+    """
+    length = max_length(model)
+    tokenizer.model_max_length = VERY_LARGE_INTEGER if length is None else length
 
 
 def table_rows(table: nn.Module) -> Tensor:

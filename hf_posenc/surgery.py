@@ -74,6 +74,7 @@ def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) ->
         stack = part.model_of(model)
         joints[stack] = _install_body(stack, part, record)
     _describe(config, plan)
+    _set_length(model, config, list(joints.values()), record)
     for stack, joint in joints.items():
         for module in dict.fromkeys((stack, stack.base_model, joint.body)):
             _swap_model(module, (joint,), record)
@@ -148,12 +149,25 @@ def _describe(config: Any, plan: PatchPlan) -> None:
     config.posenc = plan.config.to_dict()
     # the length that the weights were trained for stays on record when a longer table changes the model's own
     config.original_max_position_embeddings = plan.geometry.max_position_embeddings
-    parts, family = plan.parts.values(), plan.family
-    lengths = {part.config.__dict__.get("max_position_embeddings") for part in parts}
-    length = lengths.pop() if len(lengths) == 1 else None
-    whole = len(parts) >= len(family.stacks)  # a stack that was left alone goes by the length that it had
-    if length and whole and hasattr(config, family.length):
-        setattr(config, family.length, length + rows_before(family, config))
+
+
+def _set_length(model: PreTrainedModel, config: Any, joints: list[Joint], record: _Record) -> None:
+    """Have the config speak of the tables' rows, and `generate` too if its limit was the old one or is out of reach."""
+    plan, family = record.plan, record.plan.family
+    tables = [joint.encoding for joint in joints if joint.encoding.overrides("embed")]
+    lengths = {table.max_positions() for table in tables}
+    whole = len(tables) >= max(len(family.stacks), 1)  # a stack that was left alone goes by the length that it had
+    rows = lengths.pop() if whole and len(lengths) == 1 else None
+    if rows is None:
+        return
+    if hasattr(config, family.length):
+        setattr(config, family.length, rows + rows_before(family, config))
+    generation: Any = getattr(model, "generation_config", None)
+    limit = getattr(generation, "max_length", None)
+    if limit is not None and (limit == plan.geometry.max_position_embeddings or limit > rows):
+        record.attributes.append((model, "generation_config", generation))
+        model.generation_config = copy.deepcopy(generation)
+        model.generation_config.max_length = rows
 
 
 def _own_config(model: PreTrainedModel, record: _Record) -> Any:

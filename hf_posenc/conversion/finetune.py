@@ -143,6 +143,7 @@ def _prepare(config: FinetuneConfig) -> _Run:
         plan = str(posenc.plan(model, encoding))
         model = posenc.patch(model, encoding)
         certificate = posenc.verify(model).findings
+        posenc.set_model_max_length(tokenizer, model)
     positions = posenc.max_length(model)
     if positions is not None and length > positions:
         raise LengthError(
