@@ -264,7 +264,7 @@ class EncodingConfig:
 
         Args:
             geometry: of the model.
-            rope_parameters: the model's own, where it is a rotary one.
+            rope_parameters: the model's own, where it is a rotary one, and its `pairing`.
         """
         temperature = Temperature.read(self.temperature)
         return self if temperature is None else dataclasses.replace(self, temperature=temperature.for_model(geometry))

@@ -133,7 +133,7 @@ def _plan_body(model: PreTrainedModel, stack: PreTrainedModel, family: Family, c
     geometry = geometry_of(stack, family)
     switched = [name for name in family.switches if getattr(body, name)]
     rope = None if switched else own_rope(stack, family, geometry)
-    config = _for_model(config, geometry, rope)
+    config = _for_model(config, geometry, rope, family)
     config.check(geometry)
     _check_pairing(config, family)
     paths = {id(module): path for path, module in model.named_modules()}
@@ -199,11 +199,16 @@ def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family
     return parameters if parameters.pop("partial_rotary_factor") == 1.0 else None
 
 
-def _for_model(config: EncodingConfig, geometry: Geometry, rope: Mapping[str, Any] | None) -> EncodingConfig:
+def _for_model(
+    config: EncodingConfig, geometry: Geometry, rope: Mapping[str, Any] | None, family: Family
+) -> EncodingConfig:
     """Fill in what depends on the model; raises ConfigError where its types of layers would fill it in differently."""
-    if not by_layer_type(rope) or rope is None:
-        return config.for_model(geometry, rope)
-    filled = [config.for_model(geometry, own) for own in rope.values() if own is not None]
+    if rope is None:
+        return config.for_model(geometry)
+    pairing = {"pairing": "interleaved" if family.interleaved else "half_split"}
+    if not by_layer_type(rope):
+        return config.for_model(geometry, {**rope, **pairing})
+    filled = [config.for_model(geometry, {**own, **pairing}) for own in rope.values() if own is not None]
     if any(other != filled[0] for other in filled):
         raise ConfigError(
             f"the layers of this model rotate in different ways ({dict(rope)}), and {config.name} is one for all of "
@@ -214,7 +219,7 @@ def _for_model(config: EncodingConfig, geometry: Geometry, rope: Mapping[str, An
 
 def _check_pairing(config: EncodingConfig, family: Family) -> None:
     """Raise ConfigError where a rotation would pair other dimensions than those that the weights were trained for."""
-    if family.interleaved and getattr(config, "pairing", "interleaved") != "interleaved":
+    if family.interleaved and getattr(config, "pairing", None) == "half_split":
         raise ConfigError(
             f"models of type {family.name!r} rotate dimension 2k with 2k + 1, which half_split would tear apart; "
             "ask for pairing='interleaved'."

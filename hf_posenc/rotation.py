@@ -18,7 +18,7 @@ from hf_posenc.config import Encoding, EncodingConfig, encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Geometry, working_dtype
 
-ROTATION = ("theta", "partial_rotary_factor", "scaling")
+ROTATION = ("theta", "partial_rotary_factor", "scaling", "pairing")
 """Fields of `RoPE` that encodings over a rotation have as well."""
 PAIRINGS = ("half_split", "interleaved")
 UNSEEN = -1e30
@@ -41,7 +41,7 @@ def angles(
     return (phases.cos() * attention_factor).to(dtype), (phases.sin() * attention_factor).to(dtype)
 
 
-def turn(states: Tensor, cos: Tensor, sin: Tensor, *, pairing: str = "half_split") -> Tensor:
+def turn(states: Tensor, cos: Tensor, sin: Tensor, *, pairing: str | None = None) -> Tensor:
     """Turn the leading dimensions of (b, h, n, d) by (b, 1, n, pairs) angles, 2 * pairs <= d; the rest is bit-equal.
 
     Computed in the dtype of the angles, returned in the dtype of `states`.
@@ -135,11 +135,13 @@ class RotaryConfig(EncodingConfig):
         theta: base of the frequencies, > 1; None takes the model's own, or 10000 where it has none.
         partial_rotary_factor: rotated fraction of the head, in (0, 1]; None takes the model's own, or 1.
         scaling: a scaling as RoPE takes it; None keeps the one that the model has.
+        pairing: `half_split` or `interleaved`, as RoPE takes it; None takes that of the model's weights.
     """
 
     theta: float | None = None
     partial_rotary_factor: float | None = None
     scaling: dict[str, Any] | None = None
+    pairing: str | None = None
 
     @property
     def within_length(self) -> str:

@@ -34,6 +34,7 @@ class FoPEEncoding(Encoding):
     def __init__(self, config: FoPE, geometry: Geometry) -> None:
         super().__init__()
         rotation: Any = config.rotation(geometry)
+        self.pairing = config.pairing
         slowest = 2 * math.pi / geometry.max_position_embeddings
         self.inv_freq = [speed for speed in rotation.inv_freq if speed >= slowest]
         self.still, self.sine = len(rotation.inv_freq) - len(self.inv_freq), SINES[config.still_sines]
@@ -54,7 +55,8 @@ class FoPEEncoding(Encoding):
         cos = nn.functional.pad(cos, (0, self.still), value=1.0)  # (b, h_kv, n, pairs)
         sin = nn.functional.pad(sin, (0, self.still), value=self.sine)
         shared = states.shape[1] // cos.shape[1]
-        return turn(states, cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1))
+        cos, sin = cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1)
+        return turn(states, cos, sin, pairing=self.pairing)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

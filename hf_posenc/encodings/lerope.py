@@ -23,6 +23,7 @@ class LeRoPEEncoding(Encoding):
     def __init__(self, config: LeRoPE, geometry: Geometry) -> None:
         super().__init__()
         rotation: Any = config.rotation(geometry)
+        self.pairing = config.pairing
         self.inv_freq, self.attention_factor = rotation.inv_freq, rotation.attention_factor
         self.alpha = nn.Parameter(torch.zeros(len(self.inv_freq)))
 
@@ -32,7 +33,7 @@ class LeRoPEEncoding(Encoding):
         phases = position_ids[:, None, :, None].double() * speed  # (b, 1, n, pairs)
         cos, sin = (part * self.attention_factor for part in (phases.cos(), phases.sin()))
         dtype = working_dtype(states)
-        return turn(states, cos.to(dtype), sin.to(dtype))
+        return turn(states, cos.to(dtype), sin.to(dtype), pairing=self.pairing)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

@@ -24,6 +24,8 @@ from hf_posenc.scaling import KINDS, ORIGINAL, checked, grown_factor, is_number,
 
 OURS = ("mode", "length", "ramp", "mix", "resonance")
 """Keys of a scaling that transformers does not know."""
+MODELS_OWN = ("rope_theta", "partial_rotary_factor", "pairing")
+"""What is said of a model's rotation beside its scaling."""
 
 
 class RotaryEncoding(Encoding):
@@ -75,7 +77,9 @@ class RotaryEncoding(Encoding):
         """
         if self.rotation_grows_after is not None:
             return self.at_length(int(position_ids.max()) + 1).rotate(states, position_ids)
-        return turn(states, *self.angles(position_ids, working_dtype(states)), pairing=self.config.pairing)
+        return turn(
+            states, *self.angles(position_ids, working_dtype(states)), pairing=self.config.pairing or "half_split"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the memo behind: a copy has its own calls, and a weak reference does not pickle."""
@@ -99,13 +103,14 @@ class RoPE(EncodingConfig):
             one of default, linear, ntk, dynamic, ntk_by_parts, yarn, longrope, llama3, proportional; any of them takes
             `resonance`, which rounds wavelengths to whole tokens. `original_max_position_embeddings`, in tokens, is
             read from the model where it is left out, and recorded. None keeps the scaling that the model has.
-        pairing: `half_split` (dimension k with k + half, as in Llama) or `interleaved` (2k with 2k + 1, as in GPT-J).
+        pairing: `half_split` (dimension k with k + half, as in Llama) or `interleaved` (2k with 2k + 1, as in GPT-J);
+            None takes that of the model's weights, or half_split where it has no rotation.
     """
 
     theta: float | None = None
     partial_rotary_factor: float | None = None
     scaling: dict[str, Any] | None = None
-    pairing: str = "half_split"
+    pairing: str | None = None
 
     name: ClassVar[str] = "rope"
     label: ClassVar[str] = "Rotary"
@@ -119,7 +124,7 @@ class RoPE(EncodingConfig):
         factor = self.partial_rotary_factor
         if factor is not None and not (is_number(factor) and 0 < factor <= 1):
             raise ConfigError(f"RoPE.partial_rotary_factor must lie in (0, 1], was: {factor!r}")
-        if self.pairing not in PAIRINGS:
+        if self.pairing is not None and self.pairing not in PAIRINGS:
             raise ConfigError(f"unknown RoPE.pairing {self.pairing!r}; {did_you_mean(str(self.pairing), PAIRINGS)}")
         if self.scaling is not None:
             object.__setattr__(self, "scaling", checked(self.scaling))
@@ -165,13 +170,13 @@ class RoPE(EncodingConfig):
         return tuple(scaled), attention_factor
 
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> RoPE:
-        """Fill in theta, rotated fraction, scaling and original length from the model."""
+        """Fill in theta, rotated fraction, scaling, original length and pairing from the model."""
         own = dict(rope_parameters or {})
         theta = self.theta or own.pop("rope_theta", None) or 10000.0
         factor = self.partial_rotary_factor or own.pop("partial_rotary_factor", None) or 1.0
         scaling = self.scaling
         if scaling is None and own.get("rope_type", "default") != "default":
-            scaling = checked({key: own[key] for key in own if key not in ("rope_theta", "partial_rotary_factor")})
+            scaling = checked({key: own[key] for key in own if key not in MODELS_OWN})
         if scaling and ORIGINAL in KINDS[scaling["rope_type"]].keys:
             scaling = {**scaling, ORIGINAL: scaling.get(ORIGINAL) or geometry.max_position_embeddings}
         filled = super().for_model(geometry, rope_parameters)
@@ -180,6 +185,7 @@ class RoPE(EncodingConfig):
             theta=float(theta),
             partial_rotary_factor=float(factor),
             scaling=scaling,
+            pairing=self.pairing or own.get("pairing"),
         )
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:
@@ -190,7 +196,7 @@ class RoPE(EncodingConfig):
         """
         scaling, theta = dict(self.scaling or {"rope_type": "default"}), self.theta or 10000.0
         unknown = scaling.get("resonance") or scaling.get("ramp") == "rotations" or scaling.get("mix") == "harmonic"
-        if unknown or self.temperature or self.pairing != "half_split" or self.rope_type == "ntk_by_parts":
+        if unknown or self.temperature or self.pairing == "interleaved" or self.rope_type == "ntk_by_parts":
             return None
         if self.rope_type == "dynamic" and self.mode != "frozen":
             if self.mode == "consistent" or self.original_length(geometry) != geometry.max_position_embeddings:

@@ -36,6 +36,9 @@ class Stacks(EncodingConfig):
 
     def __post_init__(self) -> None:
         """Check the configs inside, and bring them into their plain form; raises ConfigError."""
+        super().__post_init__()
+        if self.temperature is not None:
+            raise ConfigError("Stacks has no temperature of its own; give one to the encoding of a stack.")
         if self.encoder is None and self.decoder is None:
             raise ConfigError("Stacks needs an encoding for the encoder, for the decoder, or for both; got neither.")
         for name in ("encoder", "decoder"):
@@ -49,7 +52,8 @@ class Stacks(EncodingConfig):
         Raises:
             ConfigError: one was given to a stack that the model does not have.
         """
-        given = {name: from_dict(spec) for name, spec in vars(self).items() if spec is not None}
+        specs = {"encoder": self.encoder, "decoder": self.decoder}
+        given = {name: from_dict(dict(spec)) for name, spec in specs.items() if spec is not None}  # type: ignore[arg-type]
         for name in given:
             if name not in names:
                 raise ConfigError(f"Stacks({name}=...) on a model whose only stack is its {' and '.join(names)}.")

@@ -63,7 +63,9 @@ class XPosEncoding(Encoding):
                 )
         logs = torch.tensor(self.fade, dtype=torch.float64, device=steps.device).log()
         scale = (sign * steps[:, None, :, None] / self.config.scale_base * logs).exp()  # (b, 1, n, pairs)
-        scale = torch.cat([scale, scale], dim=-1).to(working_dtype(states))
+        interleaved = self.config.pairing == "interleaved"
+        scale = scale.repeat_interleave(2, dim=-1) if interleaved else torch.cat([scale, scale], dim=-1)
+        scale = scale.to(working_dtype(states))
         width = scale.shape[-1]
         return torch.cat([(states[..., :width] * scale).to(states.dtype), states[..., width:]], dim=-1)
 

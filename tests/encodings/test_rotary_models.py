@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_posenc as posenc
 from tests import checkpoints
@@ -249,3 +249,35 @@ def test_a_real_model_reads_further_without_training() -> None:
         assert after[-1] < before[-1], name
         # a head of this model has four pairs: the one that YaRN's ramp meets halfway is a quarter of all
         assert after[0] < (1.15 if name == "yarn" else 1.08) * before[0], name
+
+
+ALIKE = {
+    "rope": {},
+    "lerope": {},
+    "self_extend": {"window": 64},
+    "rerope": {"window": 64},
+    "string": {"shift": 64, "local": 0},
+    "sinks": {"recent": 64},
+    "lm_infinite": {"window": 64},
+    "dual_chunk": {"chunk": 90, "local": 10},
+    "xpos": {"scale_base": 1e7},
+}
+"""Fields with which each says what the rotation alone says of a short text."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("kind", ["gptj", "cohere", "llama"])
+def test_pairs_are_those_of_the_models_weights(kind: str, name: str) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    if kind == "gptj":
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+    config = AutoConfig.for_model(kind, vocab_size=61, pad_token_id=0, eos_token_id=None, **shape)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model, ids = sharpened(AutoModelForCausalLM.from_config(config)).eval(), tokens(2, LENGTH)
+    before = logits(model, ids)
+    posenc.patch(model, posenc.encoding(name, **ALIKE[name]), verify=False)
+    assert_same(logits(model, ids), before, 2e-4)
+    with torch.no_grad():
+        bare = logits(posenc.patch(posenc.unpatch(model), posenc.NoPE()), ids)
+    assert float((bare - before).abs().max()) > 1e-2 * float(before.abs().max())
