@@ -77,9 +77,7 @@ class RotaryEncoding(Encoding):
         """
         if self.rotation_grows_after is not None:
             return self.at_length(int(position_ids.max()) + 1).rotate(states, position_ids)
-        return turn(
-            states, *self.angles(position_ids, working_dtype(states)), pairing=self.config.pairing or "half_split"
-        )
+        return turn(states, *self.angles(position_ids, working_dtype(states)), pairing=self.config.pairing)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the memo behind: a copy has its own calls, and a weak reference does not pickle."""

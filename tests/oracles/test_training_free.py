@@ -62,12 +62,11 @@ def table(model: Any, ids: Tensor, trained: int, last: int) -> dict[str, tuple[f
             posenc.patch(model, config)
         loss = losses(model, ids)
         assert loss.isfinite().all(), name
-        found[name] = tuple(math.exp(part.mean().item()) for part in (loss[: trained - 1], loss[-last:]))  # type: ignore[assignment]
+        inside, end = (math.exp(part.mean().item()) for part in (loss[: trained - 1], loss[-last:]))
+        found[name] = inside, end
         if config is not None:
             posenc.unpatch(model)
-        print(
-            f"{name:>14}: {found[name][0]:8.3f} inside {trained}, {found[name][1]:8.3f} in the last {last}", flush=True
-        )
+        print(f"{name:>14}: {inside:8.3f} inside {trained}, {end:8.3f} in the last {last}", flush=True)
     return found
 
 
