@@ -22,6 +22,7 @@ FLOORS = [
         "errors provenance",
         "registry positions scaling",
         "temperature",
+        "hooks",
         "config family",
         "rotation",
         "encodings families",

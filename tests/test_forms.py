@@ -24,7 +24,7 @@ CONFIGS = {
     "t5": posenc.encoding("t5"),
     "kerple": posenc.encoding("kerple"),
     "sandwich": posenc.encoding("sandwich"),
-    "tempered": posenc.encoding("tempered", encoding=posenc.Alibi(), kind="log_n"),
+    "tempered": posenc.Alibi(temperature={"kind": "log_n"}),
 }
 ACCURACY = {torch.float64: 1e-9, torch.float32: 5e-6, torch.bfloat16: 0.05}
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, EncodingConfig, register_encoding
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
-from hf_posenc.positions import Geometry
-from hf_posenc.rotation import working_dtype
+from hf_posenc.positions import Geometry, working_dtype
 from hf_posenc.scaling import is_number
 
 NORMALIZATIONS = ("none", "all_heads", "per_head")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hf_posenc.config import Encoding, register_encoding
 from hf_posenc.errors import ConfigError, did_you_mean
-from hf_posenc.positions import Geometry
-from hf_posenc.rotation import RotaryConfig, turn, working_dtype
+from hf_posenc.positions import Geometry, working_dtype
+from hf_posenc.rotation import RotaryConfig, turn
 from hf_posenc.scaling import is_number
 
 SINES = {"one": 1.0, "zero": 0.0}
@@ -48,12 +48,12 @@ class FoPEEncoding(Encoding):
 
     def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
         """Turn queries or keys: (b, h, n, d), (b, n) -> (b, h, n, d); a query as the key head that it looks at."""
-        dtype = working_dtype(states)
+        dtype = working_dtype(states)  # the sums are taken in float64, which no autocast rounds
         speed = torch.tensor(self.inv_freq, dtype=torch.float64, device=position_ids.device)
         phases = position_ids[:, None, :, None].double() * speed  # (b, 1, n, frequencies)
-        cos, sin = phases.cos().to(dtype) @ self.cosines.to(dtype), phases.sin().to(dtype) @ self.sines.to(dtype)
-        cos = nn.functional.pad(cos, (0, self.still), value=1.0)  # (b, h_kv, n, pairs)
-        sin = nn.functional.pad(sin, (0, self.still), value=self.sine)
+        cos, sin = phases.cos() @ self.cosines.double(), phases.sin() @ self.sines.double()  # (b, h_kv, n, pairs)
+        cos = nn.functional.pad(cos, (0, self.still), value=1.0).to(dtype)
+        sin = nn.functional.pad(sin, (0, self.still), value=self.sine).to(dtype)
         shared = states.shape[1] // cos.shape[1]
         cos, sin = cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1)
         return turn(states, cos, sin, pairing=self.pairing)
