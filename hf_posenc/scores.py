@@ -203,7 +203,7 @@ def attend_in_blocks(scores: Scores, attend: Attend, query: Tensor, key: Tensor,
     block = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * keys))
     if block >= total:
         rows = torch.arange(total)
-        return attend(query, key, value, scores.added(query, key, rows), rows)
+        return attend(scores.tempered(query, rows), key, value, scores.added(query, key, rows), rows)
     outputs, weights = [], []
     for rows in torch.arange(total).split(block):
         seen = scores.keys_seen(rows)
