@@ -183,7 +183,7 @@ class RoPE(EncodingConfig):
             theta=float(theta),
             partial_rotary_factor=float(factor),
             scaling=scaling,
-            pairing=self.pairing or own.get("pairing"),
+            pairing=self.pairing or own.get("pairing") or "half_split",
         )
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any] | None:

@@ -29,8 +29,10 @@ _HALF_SPLIT: dict[str, Any] = {"pairing": "half_split"}
 
 def silent(config: EncodingConfig) -> bool:
     """Tell whether an encoding says nothing at all."""
+    if isinstance(config, DroPE) and config.normalization != "none":
+        return False
     bare = isinstance(config, DroPE) and (config.factor == 1 or config.coefficient == 0)
-    return isinstance(config, NoPE) or bare
+    return config.temperature is None and (isinstance(config, NoPE) or bare)
 
 
 def takes_rotation(config: EncodingConfig) -> Reason:
@@ -39,6 +41,8 @@ def takes_rotation(config: EncodingConfig) -> Reason:
         return None
     if not isinstance(config, RoPE | LeRoPE):
         return f"{config.name} is no rotation by fixed frequencies, which is all that rope_parameters describe"
+    if config.temperature is not None:
+        return "its scores have a temperature, of which rope_parameters say nothing"
     if isinstance(config, LeRoPE) and config.per_layer:
         return "its frequencies differ from layer to layer, and a stock model has one set"
     if isinstance(config, RoPE) and config.mode in ("consistent", "hf_compat"):

@@ -134,6 +134,7 @@ class Route:
         takes: why an encoding does not go, by its config alone.
         fits: why this one model does not go.
         build: the target of a model that goes; touches nothing.
+        tempered: whether encodings with a temperature are looked at at all.
         runs: what is known of other runtimes, for the table.
     """
 
@@ -144,13 +145,20 @@ class Route:
     takes: Callable[[EncodingConfig], Reason]
     fits: Callable[[Source], Reason]
     build: Callable[[Source], Target]
+    tempered: bool = False
     runs: str = ""
+
+    def admits(self, config: EncodingConfig) -> Reason:
+        """Say why an encoding does not go, by its config alone, or None where it may."""
+        if config.temperature is not None and not self.tempered:
+            return "its scores have a temperature, which the target has not"
+        return self.takes(config)
 
     def refuses(self, source: Source) -> Reason:
         """Say why this route does not serve a model, or None where it does."""
         if not self.serves(source.model_type):
             return f"it does not start from models of type {source.model_type!r}"
-        return self.takes(source.encoding) or self.fits(source)
+        return self.admits(source.encoding) or self.fits(source)
 
 
 ROUTES: Registry[Route] = Registry(kind="export target", package="hf_posenc.export.targets")
@@ -183,7 +191,7 @@ def targets(model_type: str, config: EncodingConfig | str) -> tuple[str, ...]:
         except (ConfigError, TypeError):
             return ()
     stock = model_type.removeprefix("posenc_")
-    return tuple(route.name for route in ranked() if route.serves(stock) and route.takes(config) is None)
+    return tuple(route.name for route in ranked() if route.serves(stock) and route.admits(config) is None)
 
 
 def read(model: PreTrainedModel, *, length: int | None = None) -> Source:

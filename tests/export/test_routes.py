@@ -51,7 +51,7 @@ class Borrowed(Encoding):
         return turn(states, cos, sin, pairing=pairing)
 
     def temperature(self, position_ids: Tensor) -> Tensor | None:
-        return self.inner.temperature(position_ids)
+        return self.inner.factor(position_ids)
 
 
 def written(model: Any, target: str, folder: Path) -> Any:
@@ -155,7 +155,7 @@ def test_targets_by_name_take_the_default_fields() -> None:
     assert targets("gpt2", "rope") == ("starcoder2", "gpt_neox")
     assert targets("posenc_llama", "nope") == ("self_rope", "smollm3")
     assert targets("gpt2", "alibi") == ()
-    assert targets("gpt2", "tempered") == ()
+    assert targets("gpt2", ENCODINGS["llama4"]) == ()
     assert targets("mamba", "rope") == ()
     with pytest.raises(UnknownNameError, match="'rope'"):
         targets("gpt2", "rpoe")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import transformers
 
 from hf_posenc.config import EncodingConfig
-from hf_posenc.encodings.tempered import Tempered
 from hf_posenc.export.gated import fits_gated, gated_fields, untied_head
 from hf_posenc.export.rotation import rope_parameters, whole_heads
 from hf_posenc.export.route import Reason, Route, Source, Target, from_types, register_route, within
@@ -17,27 +17,31 @@ KIND = "ministral3"
 
 def takes(config: EncodingConfig) -> Reason:
     """Say why an encoding is not that temperature over a static rotation of whole heads."""
-    if not isinstance(config, Tempered) or config.kind != KIND:
-        return f"it is for Tempered(kind={KIND!r}); no stock model has another temperature over a rotation"
-    return whole_heads(config.inner())
+    if getattr(config.temperature, "kind", None) != KIND:
+        return f"it is for the temperature {KIND!r}; no stock model has another one over a rotation"
+    return whole_heads(untempered(config))
+
+
+def untempered(config: EncodingConfig) -> EncodingConfig:
+    """Return the encoding without its temperature."""
+    return dataclasses.replace(config, temperature=None)
 
 
 def fits(source: Source) -> Reason:
     """Say why a source does not go."""
     config: Any = source.encoding
-    scaling = getattr(config.inner(), "scaling", None) or {}
-    original = scaling.get("original_max_position_embeddings", config.length)
-    if original != config.length:
-        return f"its steps are of {config.length} tokens, its scaling is from {original}, and the target has one length"
+    scaling, length = getattr(config, "scaling", None) or {}, config.temperature.length
+    original = scaling.get("original_max_position_embeddings", length)
+    if original != length:
+        return f"its steps are of {length} tokens, its scaling is from {original}, and the target has one length"
     return fits_gated(source, window=True, bias=False)
 
 
 def build(source: Source) -> Target:
     """Return the Ministral 3 that computes what a Llama or Mistral with such a temperature computes."""
-    config: Any = source.encoding
-    module: Any = source.module
-    rope = rope_parameters(within(source, config.inner(), module.inner))
-    rope |= {"llama_4_scaling_beta": config.scale, "original_max_position_embeddings": config.length}
+    temperature: Any = source.encoding.temperature
+    rope = rope_parameters(within(source, untempered(source.encoding), source.module))
+    rope |= {"llama_4_scaling_beta": temperature.scale, "original_max_position_embeddings": temperature.length}
     rope.pop("partial_rotary_factor", None)
     target = transformers.Ministral3Config(
         **gated_fields(source, sliding_window=getattr(source.config, "sliding_window", None), rope_parameters=rope)
@@ -60,5 +64,6 @@ register_route(
         takes=takes,
         fits=fits,
         build=build,
+        tempered=True,
     )
 )
