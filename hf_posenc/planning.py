@@ -180,7 +180,8 @@ def _keeps(model: PreTrainedModel, config: EncodingConfig, family: Family, found
         buckets, distance = model.config.relative_attention_num_buckets, model.config.relative_attention_max_distance
         return config == encoding("t5", num_buckets=buckets, max_distance=distance, per_layer=not shared)
     beside = family.declared is not None and family.declared.positional
-    return config.within_length == "kept" and bool(family.table) and not beside
+    kept = config.within_length == "kept" and config.temperature is None
+    return kept and bool(family.table) and not beside
 
 
 def native_parameters(config: EncodingConfig, geometry: Geometry, family: Family) -> dict[str, Any] | None:
