@@ -133,7 +133,7 @@ def trained(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, with what is trained in its encoding moved off its start."""
     record: Any = record_of(model)
     generator = torch.Generator().manual_seed(11)
-    encoding = getattr(record.plan.family.body_of(model), "posenc", None)
+    encoding = getattr(record.plan.body_of(model), "posenc", None)
     with torch.no_grad():
         for weight in encoding.parameters() if encoding is not None else ():
             weight.add_(0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))

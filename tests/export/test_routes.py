@@ -69,12 +69,12 @@ def written(model: Any, target: str, folder: Path) -> Any:
 def borrowing(model: Any, stock: Any) -> Any:
     """The patched model, turning by the stock model's own table where that has one."""
     rotary = next((module for name, module in stock.named_modules() if name.endswith("rotary_emb")), None)
-    body = record_of(model).plan.family.body_of(model)  # type: ignore[union-attr]
+    body = record_of(model).plan.body_of(model)  # type: ignore[union-attr]
     if rotary is not None and hasattr(body, "posenc"):
         encoding = body.posenc
         layers = getattr(encoding, "layers", None)
         each = [Borrowed(rotary, layer) for layer in layers] if layers is not None else []
-        body.posenc_joint.override = posenc.config.Layers(each) if each else Borrowed(rotary, encoding)
+        body.posenc_joints[0].override = posenc.config.Layers(each) if each else Borrowed(rotary, encoding)
     return model
 
 

@@ -9,7 +9,10 @@ from hf_posenc.family import FAMILIES
 
 def serves(model_type: str) -> bool:
     """Tell whether models of a type take their rotation from `rope_parameters`."""
-    return model_type in FAMILIES and bool(FAMILIES[model_type].rotary) and not FAMILIES[model_type].sine_first
+    if model_type not in FAMILIES:
+        return False
+    family = FAMILIES[model_type]
+    return bool(family.rotary) and not family.sine_first and not family.stacks
 
 
 def fits(source: Source) -> Reason:

@@ -16,7 +16,10 @@ from hf_posenc.length import table_start
 
 def serves(model_type: str) -> bool:
     """Tell whether models of a type have such a table."""
-    return model_type in FAMILIES and FAMILIES[model_type].table is not None
+    if model_type not in FAMILIES:
+        return False
+    family = FAMILIES[model_type]
+    return bool(family.table) and not family.table_grows and not family.stacks
 
 
 def takes(config: EncodingConfig) -> Reason:
