@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import importlib
 import pprint
@@ -151,7 +152,7 @@ def _source(name: str) -> str:
 
 def _imports(name: str, text: str) -> Iterator[str]:
     """Yield the modules of ours that a source needs: those it imports, and those of encodings it asks for by name."""
-    for node in ast.walk(ast.parse(text)):
+    for node in _nodes(text):
         if isinstance(node, ast.Import):
             _require_allowed(name, [alias.name for alias in node.names])
         elif isinstance(node, ast.ImportFrom) and _is_ours(node):
@@ -162,6 +163,12 @@ def _imports(name: str, text: str) -> Iterator[str]:
             asked = str(getattr(node.args[0], "value", None))
             if asked in ENCODINGS:
                 yield ENCODINGS[asked].__module__
+
+
+@functools.cache
+def _nodes(text: str) -> tuple[ast.AST, ...]:
+    """Return what may import in a source; every checkpoint of a training run asks again."""
+    return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
 
 
 def _is_ours(node: ast.ImportFrom) -> bool:
@@ -189,7 +196,7 @@ def _flat(name: str, digest: str) -> str:
 def _flattened(name: str, text: str, digest: str) -> str:
     """Return a source whose imports of our modules are relative; nothing else in it changes."""
     lines = text.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(text)):
+    for node in _nodes(text):
         if isinstance(node, ast.ImportFrom) and _is_ours(node):
             line = lines[node.lineno - 1]
             lines[node.lineno - 1] = line.replace(str(node.module), f".{_flat(str(node.module), digest)}", 1)
