@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_posenc.config import ENCODINGS, Encoding, EncodingConfig, encoding
 from hf_posenc.errors import ConfigError, ExportError, PatchStateError
 from hf_posenc.family import FAMILIES, Family
+from hf_posenc.planning import PatchPlan
 from hf_posenc.positions import Geometry
 from hf_posenc.registry import Registry
 from hf_posenc.surgery import record_of
@@ -40,6 +41,8 @@ class Source:
         module: what computes it, with its trained numbers.
         geometry: the numbers of the model that the encoding depends on.
         family: where positions entered the stock model.
+        stacks: the encoder and the decoder, read by themselves, of a model that has both; `encoding` is that of both
+            then, the rest that of the decoder.
         asked: positions, in tokens, that the export shall state or have rows for; None where nobody said.
     """
 
@@ -48,6 +51,7 @@ class Source:
     module: Encoding
     geometry: Geometry
     family: Family
+    stacks: Mapping[str, Source] = field(default_factory=dict)
     asked: int | None = None
 
     @property
@@ -204,28 +208,37 @@ def read(model: PreTrainedModel, *, length: int | None = None) -> Source:
     Raises:
         PatchStateError: the model is not patched.
         ConfigError: `length` is no positive number, or beyond what the encoding can express.
-        ExportError: the model is an encoder-decoder, or one of the two.
+        ExportError: the model is an encoder or a decoder of a family of both.
     """
     record = record_of(model)
     if record is None:
         raise PatchStateError("the model is not patched: it is a stock model, which model.save_pretrained writes.")
     plan = record.plan
-    if plan.stack or plan.stacks:
+    if plan.stack:
         raise ExportError(
-            "no target takes an encoder or a decoder of its own kind over yet; model.save_pretrained writes this one, "
-            "and posenc.from_pretrained reads it."
+            f"no target takes over the {plan.stack.rpartition('.')[2]} of a family of both stacks by itself; "
+            "model.save_pretrained writes this one, and posenc.from_pretrained reads it."
         )
-    body = plan.body_of(model)
-    module = body.posenc if plan.route == "interposer" else plan.config.build(plan.geometry)
-    end = module.max_positions()
+    source = _read_part(model, plan, length)
+    end = source.module.max_positions()
     if length is not None and (length < 1 or (end is not None and length > end)):
         raise ConfigError(f"length must lie between 1 and {end or 'any number'} for this encoding, was: {length}")
+    return source
+
+
+def _read_part(model: PreTrainedModel, plan: PatchPlan, length: int | None) -> Source:
+    stacks = {name: _read_part(model, part, length) for name, part in plan.stacks.items()}
+    if stacks:
+        module = list(stacks.values())[-1].module
+    else:
+        module = plan.body_of(model).posenc if plan.route == "interposer" else plan.config.build(plan.geometry)
     return Source(
         model=model,
         encoding=plan.config,
         module=module,
         geometry=plan.geometry,
         family=plan.family,
+        stacks=stacks,
         asked=length,
     )
 

@@ -63,6 +63,8 @@ ENCODINGS = {
     "rope-proportional": _ENCODING("rope", partial_rotary_factor=0.5, scaling={"rope_type": "proportional"}),
     "rope-resonant": _ENCODING("rope", theta=500.0, scaling={"rope_type": "ntk", "factor": 2.0, "resonance": True}),
     "t5": _ENCODING("t5"),
+    "kerple": _ENCODING("kerple"),
+    "t5-per-layer": _ENCODING("t5", per_layer=True),
     "t5-small": _ENCODING("t5", num_buckets=16),
 }
 ROUTED = [
@@ -125,21 +127,22 @@ def prepared(model: str, spec: str, dtype: torch.dtype = torch.float32) -> PreTr
     if model.startswith(("bloom", "gpt_neo-", "mpt")):
         # patched in float32: these take their softmax in it, and are no closer to their records in float64
         own = posenc.patch(MODELS[model].fresh(attn_implementation="eager"), ENCODINGS[spec], verify=False)
-        return trained(own.to(dtype))
-    return trained(posenc.patch(MODELS[model].fresh().to(dtype), ENCODINGS[spec], verify=False))
+        return stirred(own.to(dtype))
+    return stirred(posenc.patch(MODELS[model].fresh().to(dtype), ENCODINGS[spec], verify=False))
 
 
-def trained(model: PreTrainedModel) -> PreTrainedModel:
+def stirred(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, with what is trained in its encoding moved off its start."""
     record: Any = record_of(model)
     generator = torch.Generator().manual_seed(11)
-    encoding = getattr(record.plan.body_of(model), "posenc", None)
     with torch.no_grad():
-        for weight in encoding.parameters() if encoding is not None else ():
-            weight.add_(0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+        for part in record.plan.parts.values():
+            encoding = getattr(part.body_of(model), "posenc", None)
+            for weight in encoding.parameters() if encoding is not None else ():
+                weight.add_(0.3 * torch.randn(weight.shape, generator=generator).abs().to(weight.dtype))
     return model
 
 
 def of_type(model_type: str, spec: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A patched model of any registered type."""
-    return trained(posenc.patch(fresh(model_type).to(dtype), ENCODINGS[spec], verify=False))
+    return stirred(posenc.patch(fresh(model_type).to(dtype), ENCODINGS[spec], verify=False))

@@ -17,14 +17,14 @@ from hf_posenc.export.route import ROUTES, read
 from hf_posenc.export.writing import _write
 from hf_posenc.rotation import turn
 from hf_posenc.surgery import record_of
-from tests.export.models import ENCODINGS, MODELS, REFUSED, ROUTED, of_type, prepared
+from tests.export.models import ENCODINGS, MODELS, REFUSED, ROUTED, of_type, prepared, stirred
+from tests.families import stacked
 from tests.models import TRAINED, logits, tokens
 
 EXACT = 1e-12
 ROUNDED = {"phi3": 2e-6, "bloom": 2e-8, "mpt": 1e-6}
 """Where the order or a constant differs: joint projections before norms that cut to float32,
 BLOOM's GELU of eight digits, and MPT's softmax in float32."""
-
 TURNING = [
     next(cell for cell in ROUTED if cell[1:] == pair)
     for pair in dict.fromkeys(cell[1:] for cell in ROUTED)
@@ -121,12 +121,46 @@ def test_what_is_not_exact_is_refused_with_its_reason(
 
 def test_every_route_and_every_type_that_it_names_is_tried() -> None:
     tried = {(target, read(prepared(name, spec)).model_type) for name, spec, target in ROUTED}
-    general = ("self_rope", "self_table")  # from every type of a kind: see the slow matrix
+    general = ("self_bias", "self_rope", "self_table")  # from every type of a kind: see the tests of these
     declared = {(route.name, kind) for route in ranked() if route.name not in general for kind in known_types(route)}
     twins = {"camembert": "roberta", "xlm-roberta": "roberta"}
     left = {(target, kind) for target, kind in declared - tried if (target, twins.get(kind)) not in tried}
     assert left <= {("gpt_neox", "gpt_bigcode")}
-    assert {route.name for route in ranked()} == {target for target, _ in tried}
+    assert {route.name for route in ranked()} == {target for target, _ in tried} | {"self_bias"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "encoder", "decoder"),
+    [
+        ("t5", "alibi", "alibi"),
+        ("t5", "t5", "kerple"),
+        ("mt5", "nope", "alibi"),
+        ("umt5", "t5-per-layer", "alibi"),
+    ],
+)
+def test_a_t5_holds_any_bias_of_the_distance(model_type: str, encoder: str, decoder: str, tmp_path: Path) -> None:
+    specs = (ENCODINGS[name].to_dict() for name in (encoder, decoder))
+    model = stacked.stock(model_type).double()
+    posenc.patch(model, posenc.encoding("stacks", **dict(zip(("encoder", "decoder"), specs, strict=True))))
+    stirred(model)
+    stock = written(model, "self_bias", tmp_path)
+    given, ids = {"input_ids": tokens(2, TRAINED + 20)}, tokens(2, TRAINED + 9, seed=1)
+    expected, found = stacked.answers(model, given, ids), stacked.answers(stock, given, ids)
+    assert float((found - expected).abs().max()) <= EXACT * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("specs", "word"),
+    [
+        ({"encoder": "alibi"}, "one stack keeps"),
+        ({"encoder": "t5-per-layer", "decoder": "alibi"}, "differ"),
+        ({"encoder": "alibi", "decoder": "rope"}, "distance alone"),
+    ],
+)
+def test_a_t5_refuses_what_buckets_cannot_hold(specs: dict[str, str], word: str) -> None:
+    inner = {name: ENCODINGS[spec].to_dict() for name, spec in specs.items()}
+    model = posenc.patch(stacked.stock("t5"), posenc.encoding("stacks", **inner), verify=False)
+    assert word in str(routes(model)["self_bias"])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from hf_posenc.export.route import ROUTES
 from hf_posenc.quickstart import BASE
 from tests import checkpoints
 from tests.export.models import ENCODINGS, MODELS, ROUTED, prepared
+from tests.families import stacked
 from tests.models import TRAINED, tokens
 
 
@@ -69,6 +70,17 @@ def test_float32_scores_and_tokens_agree(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "spec", "target"), ROUTED, ids=["-".join(cell) for cell in ROUTED])
 def test_float32_scores_and_tokens_agree_everywhere(name: str, spec: str, target: str, tmp_path: Path) -> None:
     posenc.export_native(prepared(name, spec), tmp_path / "out", target=target)
+
+
+@pytest.mark.usefixtures("same_process")
+def test_a_t5_says_the_same_past_its_trained_length(tmp_path: Path) -> None:
+    model = stacked.stock("t5")
+    model.config.n_positions = TRAINED
+    posenc.patch(model, posenc.Alibi())
+    export = posenc.export_native(model, tmp_path / "out", length=TRAINED + 80)
+    assert export.findings["greedy tokens"].endswith("after 64 tokens")
+    assert export.findings["distances"].startswith("below 144")
+    assert config_of(tmp_path / "out")["relative_attention_num_buckets"] == 4 * (TRAINED + 80)
 
 
 @pytest.mark.usefixtures("same_process")
