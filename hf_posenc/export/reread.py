@@ -40,7 +40,7 @@ def answers(model: Any, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = model.generate(
             input_ids=long, attention_mask=mask, num_beams=1, pad_token_id=padding, **settings, **both
         )
-        tokens = whole[0, long.shape[1] :]
+        tokens = whole[0, -int(asked["steps"]) :]
     else:
         both = {"decoder_input_ids": long} if model.config.is_encoder_decoder else {}
         tokens = _first(model(input_ids=long, **both)).argmax(-1).flatten()

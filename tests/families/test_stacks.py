@@ -244,15 +244,16 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         posenc.plan(stock("longt5", attends=False), posenc.Alibi())
 
 
-def test_inspection_speaks_of_both_stacks_and_export_of_neither() -> None:
+def test_inspection_speaks_of_both_stacks_and_export_of_no_bart() -> None:
     rows = inspection(stock("bart"))
     assert rows["encoding"].startswith("encoder: BartLearnedPositionalEmbedding at embed_positions; decoder: ")
     assert "decoder: 2 times BartAttention, the first at layers.0.self_attn" in rows["attention"]
     assert rows["packed rows"].startswith("not safe")
     assert "alibi" in rows["can take"]
     assert "inside the scores" in inspection(stock("t5", attends=False))["encoding"]
-    with pytest.raises(ExportError, match="encoder or a decoder"):
-        routes(posenc.patch(stock("bart"), posenc.Alibi(), verify=False))
+    assert routes(posenc.patch(stock("bart"), posenc.Alibi(), verify=False)) == {}
+    with pytest.raises(ExportError, match="takes over the decoder"):
+        routes(posenc.patch(stock("bart", alone=True), posenc.Alibi(), verify=False))
 
 
 def test_a_plan_names_the_paths_in_both_stacks() -> None:
