@@ -107,6 +107,8 @@ class Family:
             all or in every layer, as `T5` computes it; `has_<bias>` says whether a module has one.
         table_grows: True where the table holds computed sinusoids and grows with the text.
         causal: whether a query sees no later key; None where the attention modules say so.
+        mixes: attribute of the config that, where it is true, has every token take in its neighbours outside attention;
+            texts packed into one row cannot be kept apart there.
     """
 
     model_types: tuple[str, ...]
@@ -134,6 +136,7 @@ class Family:
     bias: str | None = None
     table_grows: bool = False
     causal: bool | None = None
+    mixes: str | None = None
 
     @property
     def name(self) -> str:

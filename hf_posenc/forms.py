@@ -47,6 +47,8 @@ def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> See
         mask: None, boolean or additive, (1|b, 1|h, 1|q, k); an additive one is not looked into.
         causal: whether a call without a mask means a causal one.
     """
+    if positions.documents is not None:
+        return None
     start, queries = int(positions.own_slots()[0]), positions.query.shape[1]
     end, slots = start + queries, torch.arange(positions.key.shape[1])
     if mask is None:

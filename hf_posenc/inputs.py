@@ -22,7 +22,11 @@ from hf_posenc.config import Encoding
 from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
 from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, uses_key_positions
-from hf_posenc.positions import Positions, carried, carrying, resolve
+from hf_posenc.positions import Positions, carried, carrying, resolve, within_documents
+
+DOCUMENTS = "document_ids"
+"""Keyword of every patched model's forward, (b, n) int64: tokens of a row with equal numbers are one text and see no
+other. Positions start again in each, unless `position_ids` say otherwise."""
 
 
 class PositionTable(nn.Module):
@@ -95,31 +99,34 @@ _asked = threading.local()
 
 
 @contextmanager
-def _asking(position_ids: Tensor | None) -> Iterator[None]:
-    """Keep explicit positions for the body while a head runs that takes none."""
-    before = getattr(_asked, "position_ids", None)
-    _asked.position_ids = position_ids
+def _asking(inputs: dict[str, Any]) -> Iterator[None]:
+    """Keep inputs for the body while a head runs that does not take them."""
+    before = getattr(_asked, "inputs", {})
+    _asked.inputs = {**before, **inputs}
     try:
         yield
     finally:
-        _asked.position_ids = before
+        _asked.inputs = before
 
 
 def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward of a patched model class: on the body itself, positions are resolved first."""
-    parameters = list(inspect.signature(stock.forward).parameters)[1:]
+    signature = inspect.signature(stock.forward)
+    parameters = list(signature.parameters)[1:]
+    dropped = {"position_ids", DOCUMENTS} - set(parameters)
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         joint = next((joint for joint in self.posenc_joints if joint.body is self), None)
         if joint is None:
-            if "position_ids" in parameters or "position_ids" not in kwargs:
-                return stock.forward(self, *args, **kwargs)
-            with _asking(kwargs.pop("position_ids")):  # a head that would drop them
+            if kwargs.get(DOCUMENTS) is not None and getattr(self.config, "is_encoder_decoder", False):
+                raise ConfigError("document_ids say of one stack who sees whom; an encoder-decoder takes none.")
+            with _asking({name: kwargs.pop(name) for name in dropped & set(kwargs)}):  # a head would drop them
                 return stock.forward(self, *args, **kwargs)
         kwargs.update(zip(parameters, args, strict=False))
-        if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = getattr(_asked, "position_ids", None)
+        for name, value in getattr(_asked, "inputs", {}).items():
+            if kwargs.get(name) is None:
+                kwargs[name] = value
         positions, cache = _prepare(self, joint.encoding, kwargs, takes_ids="position_ids" in parameters)
         handed = {"posenc_positions": positions} if self.posenc_family.declared is None else {}
         with carrying(positions):  # for tables and declared attention, to which no model hands further arguments down
@@ -134,6 +141,8 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
                     evict(kept, visible, kwargs.get("attention_mask"))
         return output
 
+    # Trainer hands a model what its signature names
+    forward.__signature__ = _with_documents(signature)  # type: ignore[attr-defined]
     return forward
 
 
@@ -144,6 +153,13 @@ def _visible(model: Any, encoding: Encoding) -> tuple[int, int] | None:
     if any(windows) or (declared is not None and (declared.local or declared.hides_future)):
         return None  # such a window counts the keys that a cache holds
     return encoding.visible
+
+
+def _with_documents(signature: inspect.Signature) -> inspect.Signature:
+    listed = list(signature.parameters.values())
+    extra = inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
+    end = len(listed) - (listed[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*listed[:end], extra, *listed[end:]])
 
 
 def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_ids: bool) -> tuple[Positions, Any]:
@@ -159,9 +175,11 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
     given: Any = states if states is not None else ids
     length, device = given.shape[1], given.device
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-    positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device)
+    documents = _documents(model, kwargs, cache, given)
+    positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device, documents)
     kwargs["attention_mask"] = held_mask(cache, kwargs.get("attention_mask"), given.shape[:2])
-    if kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None:
+    explicit = kwargs.get("position_ids") is not None or documents is not None
+    if explicit and kwargs.get("attention_mask") is None:
         # positions that jump or repeat would be taken for packed sequences and cut the mask; they say where, not whom
         past = int(cache.get_seq_length()) if cache is not None else 0
         kwargs["attention_mask"] = torch.ones(given.shape[0], past + length, dtype=torch.long, device=device)
@@ -178,8 +196,41 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
     return positions, cache
 
 
+def _documents(model: Any, kwargs: dict[str, Any], cache: Any, given: Tensor) -> Tensor | None:
+    """Take out of the keywords which text every token is of, (b, n) int64 or None, and check it."""
+    documents: Tensor | None = kwargs.pop(DOCUMENTS, None)
+    if documents is None:
+        return None
+    if documents.shape != given.shape[:2] or documents.is_floating_point():
+        raise ConfigError(
+            f"document_ids must be whole numbers, one a token, {tuple(given.shape[:2])}; these are "
+            f"{documents.dtype}, {tuple(documents.shape)}."
+        )
+    if cache is not None and int(cache.get_seq_length()):
+        raise ConfigError(
+            "document_ids were given with a cache that holds tokens already, of which nobody knows what text they are "
+            "of; pack whole rows, or go on with one text a row and without document_ids."
+        )
+    mixes = getattr(model.config, model.posenc_family.mixes or "", False)
+    if mixes or not any("posenc_joint" in module.__dict__ for module in model.modules()):
+        raise ConfigError(
+            f"{model.posenc_stock.__name__} {'mixes neighbouring tokens' if mixes else 'computes its scores itself'}, "
+            "where packed texts cannot be kept apart; leave document_ids out and give it one text a row."
+        )
+    takes = inspect.signature(model.posenc_stock.forward).parameters
+    if cache is None and kwargs.get("use_cache") is None and "use_cache" in takes:
+        kwargs["use_cache"] = False  # what a cache holds, the next call would see without regard to documents
+    return documents.to(given.device, torch.long)
+
+
 def _positions(
-    model: Any, kwargs: dict[str, Any], cache: Any, keys_matter: bool, length: int, device: torch.device
+    model: Any,
+    kwargs: dict[str, Any],
+    cache: Any,
+    keys_matter: bool,
+    length: int,
+    device: torch.device,
+    documents: Tensor | None,
 ) -> Positions:
     """Return the positions of the new tokens and, where they matter, of the cached ones before them."""
     mask, explicit, ids = kwargs.get("attention_mask"), kwargs.get("position_ids"), kwargs.get("input_ids")
@@ -189,6 +240,8 @@ def _positions(
         explicit = None if explicit is None else (explicit - padding - 1).clamp(min=0)
         if mask is None and ids is not None and cache is None:
             mask = ids.ne(padding)
+    if documents is not None and explicit is None:
+        explicit = within_documents(documents, mask if mask is not None and mask.ndim == 2 else None)
     past = None
     if keys_matter and cache is not None:
         past_length = int(past_length)
@@ -205,7 +258,7 @@ def _positions(
             )
     query = resolve(length, position_ids=explicit, mask=mask, past=past, past_length=past_length, device=device)
     if past is None:
-        return Positions(query=query, key=query)
+        return Positions(query=query, key=query, documents=documents)
     rows = max(len(past), len(query))
     key = torch.cat([past.to(device).expand(rows, -1), query.expand(rows, -1)], dim=-1)
-    return Positions(query=query, key=key)
+    return Positions(query=query, key=key, documents=documents)

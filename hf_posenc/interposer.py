@@ -92,12 +92,13 @@ def caches_bare_keys(encoding: Encoding) -> bool:
     return encoding.overrides("score") or encoding.rotation_grows_after is not None
 
 
-def check_backend(encoding: Encoding, backend: str | None) -> None:
-    """Raise BackendError where an attention backend would drop or distort the encoding."""
+def check_backend(encoding: Encoding, backend: str | None, *, packed: bool = False) -> None:
+    """Raise BackendError where an attention backend would drop or distort the encoding, or texts `packed` in a row."""
     known = backend in ALL_ATTENTION_FUNCTIONS or "/" in str(backend)  # of any other, transformers says what it is not
-    if uses_key_positions(encoding) and known and backend not in BIAS_BACKENDS:
+    if (packed or uses_key_positions(encoding)) and known and backend not in BIAS_BACKENDS:
+        what = "document_ids" if packed else f"the scores of {type(encoding).__name__}"
         raise BackendError(
-            f"attention backend {backend!r} has no way to carry the scores of {type(encoding).__name__}; "
+            f"attention backend {backend!r} has no way to carry {what}; "
             f"use one of {', '.join(BIAS_BACKENDS)}: model.set_attn_implementation('sdpa')."
         )
 
@@ -259,8 +260,9 @@ def posenc_attention(
     kwargs.pop("position_bias", None)  # T5's own: zeros, now that its table is gone
     encoding, positions = call.encoding, call.positions
     backend, stock = _stock_function(module)
-    check_backend(encoding, backend)
-    if uses_key_positions(encoding):
+    packed = positions.documents is not None
+    check_backend(encoding, backend, packed=packed)
+    if spelled := packed or uses_key_positions(encoding):
         causal = kwargs.pop("is_causal", None)
         causal = getattr(module, "is_causal", True) if causal is None else causal
         kwargs["is_causal"] = False  # from here on the mask says it all
@@ -273,13 +275,14 @@ def posenc_attention(
         key=encoding.remap(positions.key),
         gates=fitted_gates(call.gates, key),
         slots=call.positions.own_slots(),
+        documents=positions.documents,
         known={} if encoding.overrides("remap") else call.positions.known,
     )
     factor = encoding.factor(positions.query)
     key = key if call.keys_done else call.turned(key, positions.key)
     if not caches_bare_keys(encoding):
         query = encoding.rotate(query, positions.query)
-    if not uses_key_positions(encoding):
+    if not spelled:
         return stock(module, tempered(query, factor), key, value, attention_mask, **kwargs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, _: Tensor) -> Output:

@@ -75,9 +75,9 @@ class PatchPlan:
         return "\n".join([f"{self.config} by the {self.route} route, attending by {self.form}:", *lines])
 
 
-def swaps_attention(encoding: Encoding, family: Family) -> bool:
-    """Tell whether a patch replaces the attention modules: for the encoding, or to drop positions of their own."""
-    return family.declared is not None or uses_attention(encoding)
+def swaps_attention(family: Family, found: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a patch replaces the attention modules: wherever it can, since packed texts are kept apart there."""
+    return family.declared is not None or all(looks_up_attention(type(module)) for module in found.values())
 
 
 def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) -> PatchPlan:
@@ -156,7 +156,7 @@ def _plan_body(model: PreTrainedModel, stack: PreTrainedModel, family: Family, c
     changes |= {f"{prefix}{name}": ("True", "False") for name in switched}
     for path, module in biased(found, family).items():
         changes[f"{prefix}{path}.{family.bias}"] = (type(module.get_submodule(family.bias or "")).__name__, "nothing")
-    attention = found if swaps_attention(built, family) else {}
+    attention = found if swaps_attention(family, found) else {}
     for path, module in attention.items():
         changes[prefix + path] = (type(module).__name__, config.label + type(module).__name__)
     changes[prefix + "posenc"] = ("nothing", type(built).__name__)

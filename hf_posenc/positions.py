@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import ConfigError
 
@@ -62,6 +62,8 @@ class Positions:
         key: (b, k) or (1, k), int64. Where no key lies in a cache these are the positions of the queries.
         gates: (b, h, k) float32, what the encoding remembered of every key, or None where it remembers nothing.
         slots: (q,) int64, where among the keys each query's own key stands; None where they are the last ones.
+        documents: (b, k) or (1, k) int64, which of the texts packed into its row a key is of, or None where rows are
+            not packed. A query sees keys of its own text only.
         known: what was found out about them, by whoever asks first, for all layers of a forward.
     """
 
@@ -69,6 +71,7 @@ class Positions:
     key: Tensor
     gates: Tensor | None = None
     slots: Tensor | None = None
+    documents: Tensor | None = None
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def distance(self) -> Tensor:
@@ -94,6 +97,25 @@ def from_mask(mask: Tensor) -> Tensor:
         position of the token before it, or 0.
     """
     return (mask != 0).long().cumsum(-1).sub_(1).clamp_(min=0)
+
+
+def within_documents(document_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return positions that start again in every text packed into a row.
+
+    Args:
+        document_ids: (b, n) int64; equal numbers within a row are one text.
+        mask: padding mask, (b, n), non-zero on real tokens; None where all are.
+
+    Returns:
+        (b, n) int64. Padding takes the position of the token before it in its text, or 0.
+    """
+    order = document_ids.argsort(dim=-1, stable=True)
+    ids = document_ids.gather(-1, order)
+    shown = torch.ones_like(ids) if mask is None else (mask != 0).long().expand_as(ids).gather(-1, order)
+    count = shown.cumsum(-1)
+    starts = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    before = ((count - shown) * starts).cummax(-1).values
+    return torch.empty_like(ids).scatter_(-1, order, (count - before - 1).clamp_(min=0))
 
 
 def resolve(

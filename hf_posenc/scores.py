@@ -27,9 +27,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Output]
 
 def fitted(positions: Positions, keys: int) -> Positions:
     """Return the positions with as many keys as there are slots; slots beyond the known ones are empty and masked."""
-    known = positions.key[:, -keys:] if positions.key.shape[-1] > keys else positions.key
+    known, documents = positions.key, positions.documents
     missing = keys - known.shape[-1]
-    return Positions(query=positions.query, key=nn.functional.pad(known, (0, missing)) if missing else known)
+    if missing:  # cut in front where it is negative
+        ends = (min(missing, 0), max(missing, 0))
+        known = nn.functional.pad(known, ends)
+        documents = None if documents is None else nn.functional.pad(documents, ends)
+    return Positions(query=positions.query, key=known, documents=documents)
 
 
 def with_gates(key: Tensor, gates: Tensor) -> Tensor:
@@ -112,11 +116,13 @@ class Scores:
     def row(self, index: int) -> Scores:
         """Return the same for one row of the batch."""
         query, key, gates = self.positions.query, self.positions.key, self.positions.gates
+        documents = self.positions.documents
         positions = Positions(
             query=query[index % len(query)][None],
             key=key[index % len(key)][None],
             gates=None if gates is None else gates[index][None],
             slots=self.positions.slots,
+            documents=None if documents is None else documents[index % len(documents)][None],
         )
         mask = None if self.mask is None else self.mask[index % len(self.mask)][None]
         factor = None if self.factor is None else self.factor[index % len(self.factor)][None]
@@ -157,12 +163,24 @@ class Scores:
             mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), :keys]  # one row may stand for all
         elif self.triangle:
             mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(key.device)
+        mask = self._within_documents(mask, rows, keys)
         if mask is not None and mask.dtype == torch.bool:
             lowest = torch.finfo(torch.float32).min
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, lowest)
         total = bias if mask is None else mask if bias is None else bias + mask
         # cast first: the lowest number of one format is infinite in another
         return None if total is None else total.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
+
+    def _within_documents(self, mask: Tensor | None, rows: Tensor, keys: int) -> Tensor | None:
+        """Return the mask of the queries at these indices with the keys of other packed texts hidden, too."""
+        documents = self.positions.documents
+        if documents is None:
+            return mask
+        own = documents[:, self.positions.own_slots()[rows]]
+        same = (own[:, :, None] == documents[:, None, :keys])[:, None]  # (1|b, 1, rows, k)
+        if mask is None or mask.dtype == torch.bool:
+            return same if mask is None else mask & same
+        return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
 
 
 def own_attention(scores: Scores, *, dropout: float, maps: bool) -> Attend:

@@ -120,7 +120,7 @@ def _install_body(model: PreTrainedModel, plan: PatchPlan, record: _Record) -> J
     own = [_take_bias(module, family.bias or "", record) for module in biased(found, family).values()]
     if own:
         encoding.adopt_bias(own)
-    for layer, module in enumerate(found.values() if swaps_attention(encoding, family) else ()):
+    for layer, module in enumerate(found.values() if swaps_attention(family, found) else ()):
         stock: Any = type(module)
         _swap(module, replacement(stock, plan.config.label, family), record)
         module.__dict__.update(posenc_joint=joint, posenc_layer=layer)

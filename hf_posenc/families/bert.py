@@ -16,6 +16,7 @@ register_family(
         ),
         table="embeddings.position_embeddings",
         token_type_buffer=True,
+        mixes="trigram_input",
     )
 )
 
