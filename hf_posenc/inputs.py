@@ -21,7 +21,7 @@ from hf_posenc.caching import evict, held_mask, note, remembered
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
-from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, uses_key_positions
+from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, check_backend, uses_key_positions
 from hf_posenc.positions import Positions, carried, carrying, resolve, within_documents
 
 DOCUMENTS = "document_ids"
@@ -175,7 +175,7 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
     given: Any = states if states is not None else ids
     length, device = given.shape[1], given.device
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-    documents = _documents(model, kwargs, cache, given)
+    documents = _documents(model, encoding, kwargs, cache, given)
     positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device, documents)
     kwargs["attention_mask"] = held_mask(cache, kwargs.get("attention_mask"), given.shape[:2])
     explicit = kwargs.get("position_ids") is not None or documents is not None
@@ -196,7 +196,7 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
     return positions, cache
 
 
-def _documents(model: Any, kwargs: dict[str, Any], cache: Any, given: Tensor) -> Tensor | None:
+def _documents(model: Any, encoding: Encoding, kwargs: dict[str, Any], cache: Any, given: Tensor) -> Tensor | None:
     """Take out of the keywords which text every token is of, (b, n) int64 or None, and check it."""
     documents: Tensor | None = kwargs.pop(DOCUMENTS, None)
     if documents is None:
@@ -217,6 +217,7 @@ def _documents(model: Any, kwargs: dict[str, Any], cache: Any, given: Tensor) ->
             f"{model.posenc_stock.__name__} {'mixes neighbouring tokens' if mixes else 'computes its scores itself'}, "
             "where packed texts cannot be kept apart; leave document_ids out and give it one text a row."
         )
+    check_backend(encoding, model.config._attn_implementation, packed=True)
     takes = inspect.signature(model.posenc_stock.forward).parameters
     if cache is None and kwargs.get("use_cache") is None and "use_cache" in takes:
         kwargs["use_cache"] = False  # what a cache holds, the next call would see without regard to documents

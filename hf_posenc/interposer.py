@@ -260,9 +260,8 @@ def posenc_attention(
     kwargs.pop("position_bias", None)  # T5's own: zeros, now that its table is gone
     encoding, positions = call.encoding, call.positions
     backend, stock = _stock_function(module)
-    packed = positions.documents is not None
-    check_backend(encoding, backend, packed=packed)
-    if spelled := packed or uses_key_positions(encoding):
+    check_backend(encoding, backend)
+    if spelled := positions.documents is not None or uses_key_positions(encoding):
         causal = kwargs.pop("is_causal", None)
         causal = getattr(module, "is_causal", True) if causal is None else causal
         kwargs["is_causal"] = False  # from here on the mask says it all

@@ -36,7 +36,7 @@ def test_a_patch_passes_its_own_verification(subject: str, spec: str) -> None:
     assert ("future" in findings) is ALL[subject].causal
     if certificate.plan.route == "interposer":
         assert findings["attention modules"] == str(len(certificate.plan.attention))
-        assert len(certificate.plan.attention) == (2 if SPECS[spec].name in ("alibi", "rope") else 0)
+        assert len(certificate.plan.attention) == 2
         assert ("no positions" in findings) is (spec != "nope")
     assert all(line in str(certificate) for line in findings)
 
