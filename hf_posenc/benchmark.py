@@ -170,17 +170,26 @@ def peak(name: str, work: str, length: int) -> float:
 
 
 def _peak(name: str, work: str, length: int) -> float:
+    torch.set_num_threads(1)
+    _job(name, work, 32)()  # what is loaded on the first call is not the work's
+    job = _job(name, work, length)
+    before = _high_water()
+    job()
+    return _high_water() - before
+
+
+def _high_water() -> float:
+    """Return the largest memory that this process ever had, MiB."""
+    status = Path("/proc/self/status")
+    if status.exists():  # the other number counts what the parent had when it started this process
+        return (
+            float(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 2**10
+        )
     try:
         import resource
     except ImportError:
         return float("nan")
-    torch.set_num_threads(1)
-    _job(name, work, 32)()  # what is loaded on the first call is not the work's
-    job = _job(name, work, length)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    job()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return grown / 2**10 / (2**10 if sys.platform == "darwin" else 1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 / (2**10 if sys.platform == "darwin" else 1)
 
 
 def as_table(outcomes: Iterable[Outcome]) -> Table:

@@ -21,7 +21,7 @@ from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Positions
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
-from hf_posenc.toeplitz import CHUNK, Band, attend, trusted
+from hf_posenc.toeplitz import CHUNK, Band, Heads, attend, trusted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,22 +172,14 @@ def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stre
     if table is None:
         raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give a bias by distance, not None.")
     table = table.expand(query.shape[1], -1)
-    windows: dict[int, list[int]] = {band.window: list(range(len(table)))}
+    windows: dict[int, Heads] = {band.window: slice(None)}
     if seen.causal:
         table = table.masked_fill(signed < 0, -torch.inf)
         if CHUNK < band.first + band.queries <= band.keys:
             table = table.masked_fill(_too_far(query, key, table, band, scores.scaling), -torch.inf)
             windows = _windows(table, signed)
-    outputs, order = [], []
-    for window, heads in windows.items():
-        whole = len(windows) == 1
-        q, k, v, row = (query, key, value, table) if whole else (x[:, heads] for x in (query, key, value, table[None]))
-        reaching = dataclasses.replace(band, window=window)
-        outputs.append(
-            attend(q, k, v, row.view_as(table[: len(heads)]).contiguous(), band=reaching, scale=scores.scaling)
-        )
-        order += heads
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)[:, torch.tensor(order).argsort()]
+    bands = tuple((heads, dataclasses.replace(band, window=window)) for window, heads in windows.items())
+    output = attend(query, key, value, table.contiguous(), bands=bands, scale=scores.scaling)
     return nn.functional.pad(output.transpose(1, 2), (0, 0, 0, 0, blind, 0)) if blind else output.transpose(1, 2)
 
 
@@ -208,11 +200,11 @@ def _too_far(query: Tensor, key: Tensor, table: Tensor, band: Band, scale: float
     return table < lowest[:, None]
 
 
-def _windows(table: Tensor, distance: Tensor) -> dict[int, list[int]]:
+def _windows(table: Tensor, distance: Tensor) -> dict[int, Heads]:
     """Return the heads by how far they see, in tokens: powers of two, or no end where little would be left out."""
     windows: dict[int, list[int]] = {}
     reach = torch.where(table.isinf(), 0, distance).amax(-1) + 1
     for head, tokens in enumerate(reach.tolist()):
         window = max(CHUNK, 2 ** math.ceil(math.log2(tokens)))
         windows.setdefault(window if 2 * window <= int(distance[0]) else sys.maxsize, []).append(head)
-    return windows
+    return {window: heads if len(windows) > 1 else slice(None) for window, heads in windows.items()}

@@ -81,39 +81,46 @@ class Band:
         return row.as_strided(size, (row.stride(0), row.stride(0), 1, 1))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, band: Band, scale: float) -> Tensor:
+Heads = slice | list[int]
+Bands = tuple[tuple[Heads, Band], ...]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, bands: Bands, scale: float) -> Tensor:
     """Return the attention of queries over keys whose scaled scores gain the number of their distance.
 
     Args:
         query: (b, h, q, d).
         key: (b, h, k, d).
         value: (b, h, k, d).
-        table: (h, n) float32 (float64 for float64 queries), of `band.distances`; minus infinity where causal and
-            below zero.
-        band: where queries and keys lie.
+        table: (h, n) float32 (float64 for float64 queries), by the distances of the bands; minus infinity where causal
+            and below zero.
+        bands: heads, every one of them once, and how they lie; bands differ in their windows only.
         scale: factor that makes a score of a product.
 
     Returns:
         (b, h, q, d), in memory as (b, q, h, d).
     """
-    output: Tensor = _Attention.apply(query, key, value, table, band, scale)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attention.apply(query, key, value, table, bands, scale)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, band: Band, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, bands: Bands, scale: float
+    ) -> Tensor:
         rows, heads, queries, width = query.shape
         output = query.new_empty(rows, queries, heads, width).transpose(1, 2)
         sums = table.new_empty(rows, heads, queries)  # log of the sum of exponentials
-        key, value = key.contiguous(), value.contiguous()  # heads side by side miss the caches, from 4k tokens on
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        for part, seen in band.chunks():
-            states = query[:, :, part].flip(2).contiguous(), key[:, :, seen], value[:, :, seen]
-            found, total = kernel(*states, attn_mask=band.mask(table, part, seen), scale=scale)
-            output[:, :, part], sums[:, :, part] = found.flip(2), total.flip(2)
+        for some, band in bands:
+            row, near = table[some], [_side_by_side(x, some, bands) for x in (key, value)]
+            for part, seen in band.chunks():
+                states = _turned(query, some, part), *(x[:, :, seen][:, some] for x in near)
+                found, total = kernel(*states, attn_mask=band.mask(row, part, seen), scale=scale)
+                output[:, some, part], sums[:, some, part] = found.flip(2), total.flip(2)
         ctx.save_for_backward(query, key, value, table, output, sums)
-        ctx.band, ctx.scale = band, scale
+        ctx.bands, ctx.scale = bands, scale
         return output
 
     @staticmethod
@@ -124,19 +131,38 @@ class _Attention(torch.autograd.Function):
         d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if ctx.needs_input_grad[3] else None
         d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         with exactly(query.device):
-            for part, seen in ctx.band.chunks():
-                mask = ctx.band.mask(table, part, seen)
-                states = [x[:, :, part].flip(2).contiguous() for x in (gradient, query, output, sums)]
-                states += [key[:, :, seen], value[:, :, seen]]
-                if d_table is None:
-                    found = _kernel_gradients(*states, mask=mask, scale=ctx.scale)
-                else:
-                    row = ctx.band.row(d_table, part, seen)
-                    found = _trained_gradients(*states, mask=mask, row=row, scale=ctx.scale)
-                d_query[:, :, part] = found[0].flip(2)
-                d_key[:, :, seen] += found[1]
-                d_value[:, :, seen] += found[2]
+            for some, band in ctx.bands:
+                row, near = table[some], [_side_by_side(x, some, ctx.bands) for x in (key, value)]
+                d_row = torch.zeros_like(row)
+                for part, seen in band.chunks():
+                    mask = band.mask(row, part, seen)
+                    states = [_turned(x, some, part) for x in (gradient, query, output, sums)]
+                    states += [x[:, :, seen][:, some] for x in near]
+                    if d_table is None:
+                        found = _kernel_gradients(*states, mask=mask, scale=ctx.scale)
+                    else:
+                        along = band.row(d_row, part, seen)
+                        found = _trained_gradients(*states, mask=mask, row=along, scale=ctx.scale)
+                    d_query[:, some, part] = found[0].flip(2).to(query.dtype)
+                    d_key[:, some, seen] += found[1].to(wide)
+                    d_value[:, some, seen] += found[2].to(wide)
+                if d_table is not None:
+                    d_table[some] = d_row
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table, None, None
+
+
+def _side_by_side(states: Tensor, some: Heads, bands: Bands) -> Tensor:
+    """Return keys or values, (b, h, k, d), as the kernel reads them fast.
+
+    Heads that lie side by side for every token miss the caches from 4k tokens on. Where a window is taken out of some
+    heads it is copied anyway.
+    """
+    return states.contiguous() if len(bands) == 1 else states
+
+
+def _turned(states: Tensor, some: Heads, part: slice) -> Tensor:
+    """Return a chunk of some heads of (b, h, q, ...), its queries reversed."""
+    return states[:, :, part][:, some].flip(2).contiguous()
 
 
 def _kernel_gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -202,7 +228,7 @@ def _largest_deviation(dtype: torch.dtype) -> float:
     worst = 0.0
     for trained in (False, True):
         row = table.masked_fill(distance < 0, -torch.inf).requires_grad_(trained)
-        found = attend(q, k, v, row, band=band, scale=1 / 3)
+        found = attend(q, k, v, row, bands=(([0], band), ([1], band)), scale=1 / 3)
         inputs = (q, k, v, row) if trained else (q, k, v)
         gradients = torch.autograd.grad((found * weight.to(dtype)).sum(), inputs)
         for one, other in zip((found, *gradients), exact, strict=False):
