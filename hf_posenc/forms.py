@@ -86,7 +86,7 @@ def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
     if not encoding.overrides("bias"):
         return "the stock attention function"
     fast = model.config._attn_implementation == "sdpa" and model.device.type == "cpu" and trusted(model.dtype)
-    if fast and encoding.overrides("distance_bias"):
+    if fast and encoding.overrides("distance_bias") and not encoding.overrides("temperature"):
         return "a row of biases by distance"
     return "a bias written out, in blocks of queries"
 

@@ -52,7 +52,7 @@ def turn(states: Tensor, cos: Tensor, sin: Tensor, *, pairing: str | None = None
     return result
 
 
-def _turned(states: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
+def _turned(states: Tensor, cos: Tensor, sin: Tensor, pairing: str | None) -> Tensor:
     width = 2 * cos.shape[-1]
     first, second = (half.to(cos.dtype) for half in _halves(states, width, pairing))
     halves = [half.to(states.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
@@ -60,7 +60,7 @@ def _turned(states: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
     return torch.cat([*turned, states[..., width:]], dim=-1)
 
 
-def _halves(states: Tensor, width: int, pairing: str) -> tuple[Tensor, Tensor]:
+def _halves(states: Tensor, width: int, pairing: str | None) -> tuple[Tensor, Tensor]:
     """Return the first and the second of every pair, views (..., pairs)."""
     if pairing == "interleaved":
         return states[..., 0:width:2], states[..., 1:width:2]
@@ -71,7 +71,7 @@ class _Turn(torch.autograd.Function):
     """The same, written in place; its gradient is turned back, and keeps nothing but the angles."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor, pairing: str | None) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.pairing = pairing
         width = 2 * cos.shape[-1]
