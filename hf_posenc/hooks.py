@@ -73,6 +73,9 @@ class Encoding(nn.Module):
     def _bias_by_distance(self, positions: Positions, dtype: torch.dtype) -> Tensor | None:
         """Return (1|b, h, q, k), looked up in the numbers of all distances that there are."""
         distance = positions.distance()
+        if torch.compiler.is_compiling():  # a graph cannot look at the numbers; it fuses what is asked of every pair
+            each = self.distance_bias(distance.flatten().to(dtype))  # (h, b q k)
+            return None if each is None else each.unflatten(1, distance.shape).transpose(0, 1)
         lowest, highest = (int(end) for end in distance.aminmax())
         if highest - lowest < 4 * sum(distance.shape[1:]):
             known, index = torch.arange(lowest, highest + 1, device=distance.device), distance - lowest
