@@ -275,6 +275,8 @@ def test_pairs_are_those_of_the_models_weights(kind: str, name: str) -> None:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model, ids = sharpened(AutoModelForCausalLM.from_config(config)).eval(), tokens(2, LENGTH)
+    if kind == "gptj" and not hasattr(model.base_model, "rotary_emb"):
+        pytest.skip("before transformers 5.24 the heads of GPT-J turn without a module that could be replaced")
     before = logits(model, ids)
     posenc.patch(model, posenc.encoding(name, **ALIKE[name]), verify=False)
     assert_same(logits(model, ids), before, 2e-4)

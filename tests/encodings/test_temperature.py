@@ -103,7 +103,7 @@ def test_gradients_reach_every_trained_number(kind: str) -> None:
         assert (parameter.grad != 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in posenc.encodings() if name != "layered"])
+@pytest.mark.parametrize("name", [name for name in posenc.encodings() if name not in ("layered", "stacks")])
 def test_every_encoding_takes_one_and_is_what_it_was_beside_it(name: str) -> None:
     plain, spec = posenc.encoding(name), {"kind": "ssmax"}
     warm = dataclasses.replace(plain, temperature=spec)
@@ -182,6 +182,7 @@ def test_drope_is_nothing_but_a_temperature() -> None:
         (lambda: posenc.NoPE(temperature={"scale": 3.0}), "needs a 'kind'"),
         (lambda: posenc.NoPE(temperature={"kind": "constant", "scal": 3.0}), "did you mean 'scale'"),
         (lambda: posenc.encoding("layered", pattern=[posenc.NoPE()], temperature={"kind": "log_n"}), "each encoding"),
+        (lambda: posenc.encoding("stacks", encoder=posenc.Alibi(), temperature={"kind": "log_n"}), "of a stack"),
         (lambda: posenc.encoding("drope", factor=0.5), "factor"),
         (lambda: posenc.encoding("drope", coefficient=-0.1), "coefficient"),
     ],
