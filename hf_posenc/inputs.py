@@ -21,7 +21,8 @@ from hf_posenc.caching import evict, held_mask, note, remembered
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
-from hf_posenc.interposer import CACHE_ARGUMENTS, Joint, check_backend, uses_key_positions
+from hf_posenc.interposer import CACHE_ARGUMENTS, check_backend, uses_key_positions
+from hf_posenc.joint import Joint
 from hf_posenc.positions import Positions, carried, carrying, resolve, within_documents
 
 DOCUMENTS = "document_ids"
@@ -117,24 +118,27 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        joint = next((joint for joint in self.posenc_joints if joint.body is self), None)
-        if joint is None:
+        if "posenc_family" not in self.__dict__:  # no body
             if kwargs.get(DOCUMENTS) is not None and getattr(self.config, "is_encoder_decoder", False):
                 raise ConfigError("document_ids say of one stack who sees whom; an encoder-decoder takes none.")
             with _asking({name: kwargs.pop(name) for name in dropped & set(kwargs)}):  # a head would drop them
                 return stock.forward(self, *args, **kwargs)
+        joint = self.posenc_joints[0]
+        with joint.running(self):
+            encoding = joint.encoding
         kwargs.update(zip(parameters, args, strict=False))
         for name, value in getattr(_asked, "inputs", {}).items():
             if kwargs.get(name) is None:
                 kwargs[name] = value
-        positions, cache = _prepare(self, joint.encoding, kwargs, takes_ids="position_ids" in parameters)
+        positions, cache = _prepare(self, encoding, kwargs, takes_ids="position_ids" in parameters)
         handed = {"posenc_positions": positions} if self.posenc_family.declared is None else {}
-        with carrying(positions):  # for tables and declared attention, to which no model hands further arguments down
+        # for tables and declared attention, to which no model hands further arguments down
+        with joint.running(self), carrying(positions):
             output = stock.forward(self, **handed, **kwargs)
-        if uses_key_positions(joint.encoding):
+        if uses_key_positions(encoding):
             # the cache may have been made inside; whoever holds it next finds the positions of its keys beside it
             held = output.values() if hasattr(output, "values") else output
-            visible = _visible(self, joint.encoding)
+            visible = _visible(self, encoding)
             for kept in {id(item): item for item in (cache, *held) if isinstance(item, Cache)}.values():
                 note(kept, positions.key)
                 if visible is not None:

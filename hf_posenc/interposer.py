@@ -47,29 +47,6 @@ BIAS_BACKENDS = ("eager", "sdpa")
 Inner = Callable[..., Any]
 
 
-class Joint:
-    """What the attention modules of one patched model share: the way to its encoding.
-
-    The encoding is looked up at every call, in the body that owns it: PEFT may have put a trainable copy there.
-    """
-
-    def __init__(self, body: nn.Module) -> None:
-        self.body = body
-        self.override: Encoding | None = None
-
-    @property
-    def encoding(self) -> Encoding:
-        """The encoding in force."""
-        found = self.override if self.override is not None else self.body.posenc
-        return found  # type: ignore[return-value]
-
-    def of(self, module: nn.Module) -> Encoding:
-        """Return the encoding of one attention module: that of its layer, where layers have their own."""
-        encoding = self.encoding
-        layers = getattr(encoding, "layers", None)
-        return encoding if layers is None else layers[module.posenc_layer]
-
-
 def uses_attention(encoding: Encoding) -> bool:
     """Tell whether the encoding acts inside attention at all."""
     return any(map(encoding.overrides, ("rotate", "rotate_key", "bias", "temperature", "score", "output_bias")))

@@ -16,7 +16,7 @@ from hf_posenc.declared import replacement
 from hf_posenc.errors import PatchStateError
 from hf_posenc.family import find_family
 from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
-from hf_posenc.interposer import Joint
+from hf_posenc.joint import Joint
 from hf_posenc.length import rows_before, table_rows, table_start
 from hf_posenc.modeling import announce, config_class, model_class
 from hf_posenc.planning import PatchPlan, make_plan, native_parameters, swaps_attention

@@ -20,7 +20,7 @@ from hf_posenc.config import Encoding
 from hf_posenc.declared import is_causal, replacement
 from hf_posenc.errors import UnsupportedFamilyError
 from hf_posenc.family import LAYOUTS, DeclaredAttention, Family
-from hf_posenc.interposer import Joint
+from hf_posenc.joint import Joint
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Largest deviation from the stock output that counts as equal, as a share of its largest magnitude (at least 1)."""

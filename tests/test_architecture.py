@@ -26,7 +26,7 @@ FLOORS = [
         "config family",
         "rotation",
         "encodings families",
-        "caching catalogue kernels length scores",
+        "caching catalogue joint kernels length scores",
         "toeplitz",
         "forms",
         "interposer",
