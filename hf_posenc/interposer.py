@@ -71,7 +71,7 @@ def caches_bare_keys(encoding: Encoding) -> bool:
 
 def check_backend(encoding: Encoding, backend: str | None, *, packed: bool = False) -> None:
     """Raise BackendError where an attention backend would drop or distort the encoding, or texts `packed` in a row."""
-    known = backend in ALL_ATTENTION_FUNCTIONS or "/" in str(backend)  # of any other, transformers says what it is not
+    known = backend in ALL_ATTENTION_FUNCTIONS or {"/", "|"} & set(str(backend))  # transformers refuses any other
     if (packed or uses_key_positions(encoding)) and known and backend not in BIAS_BACKENDS:
         what = "document_ids" if packed else f"the scores of {type(encoding).__name__}"
         raise BackendError(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.anatomy import attention_modules, biased, by_layer_type, check_record, geometry_of, own_rope
-from hf_posenc.config import Encoding, EncodingConfig, encoding
+from hf_posenc.config import SCHEMA_VERSION, Encoding, EncodingConfig, from_dict
 from hf_posenc.declared import check_declared_backend
 from hf_posenc.errors import ConfigError, PosencError, UnsupportedEncodingError, UnsupportedFamilyError
 from hf_posenc.family import DeclaredAttention, Family
@@ -104,7 +104,7 @@ def make_plan(model: PreTrainedModel, config: EncodingConfig, family: Family) ->
         return last
     return PatchPlan(
         family=family,
-        config=encoding("stacks", **{name: plan.config for name, plan in plans.items()}),
+        config=from_dict({"name": "stacks", "version": SCHEMA_VERSION, **{n: p.config for n, p in plans.items()}}),
         geometry=last.geometry,
         route=last.route,
         changes={path: change for plan in plans.values() for path, change in plan.changes.items()},
@@ -177,8 +177,9 @@ def _keeps(model: PreTrainedModel, config: EncodingConfig, family: Family, found
     """Tell whether an encoding computes what the model does already, from the table that it takes over."""
     if family.bias:
         shared = len(biased(found, family)) == 1
-        buckets, distance = model.config.relative_attention_num_buckets, model.config.relative_attention_max_distance
-        return config == encoding("t5", num_buckets=buckets, max_distance=distance, per_layer=not shared)
+        own = {name: getattr(model.config, f"relative_attention_{name}") for name in ("num_buckets", "max_distance")}
+        said = vars(config)
+        return config.name == "t5" and config.temperature is None and said | own | {"per_layer": not shared} == said
     beside = family.declared is not None and family.declared.positional
     kept = config.within_length == "kept" and config.temperature is None
     return kept and bool(family.table) and not beside
