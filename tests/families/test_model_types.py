@@ -130,8 +130,9 @@ def test_thetas_of_its_own_for_each_type_of_layer_are_not_taken_for_one(model_ty
 
 @pytest.mark.parametrize("model_type", ["cohere", "glm", "helium"])
 def test_neighbouring_pairs_are_not_torn_apart(model_type: str) -> None:
+    assert posenc.plan(stock(model_type), posenc.RoPE()).config.pairing == "interleaved"  # as the weights have it
     with pytest.raises(ConfigError, match="pairing='interleaved'"):
-        posenc.plan(stock(model_type), posenc.RoPE())
+        posenc.plan(stock(model_type), posenc.RoPE(pairing="half_split"))
 
 
 def test_an_encoder_configured_for_other_positions_is_refused() -> None:
