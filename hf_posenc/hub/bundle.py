@@ -26,7 +26,7 @@ import transformers
 
 from hf_posenc.config import ENCODINGS
 from hf_posenc.errors import CheckpointError, PosencError
-from hf_posenc.family import find_family
+from hf_posenc.family import Family, find_family
 from hf_posenc.hub.registration import tasks_of
 
 ENTRY = "modeling_posenc"
@@ -56,7 +56,7 @@ import transformers
 
 ENCODINGS.close()
 FAMILIES.close()
-register_family({family})
+{families}
 
 {classes}
 
@@ -226,10 +226,10 @@ def _entry(
     config: Any, classes: Mapping[str, str], auto_map: Mapping[str, str], digest: str, modules: tuple[str, ...]
 ) -> str:
     """Return the text of `modeling_posenc.py`."""
-    family = dataclasses.replace(find_family(config.model_type), model_types=(config.posenc_stock.model_type,))
+    families = _families(config)
     names = {
         "hf_posenc.config": ["ENCODINGS"],
-        "hf_posenc.family": ["FAMILIES", "register_family", *_records(family)],
+        "hf_posenc.family": ["FAMILIES", "register_family", *_records(families)],
         "hf_posenc.modeling": ["config_class", "model_class", "when_written"],
         "hf_posenc.surgery": ["rebuild"],
     }
@@ -247,11 +247,19 @@ def _entry(
         encodings=", ".join(encodings),
         imports="\n".join(imports),
         others="\n".join(others),
-        family=pprint.pformat(family, width=112),
+        families="\n".join(f"register_family({pprint.pformat(family, width=112)})" for family in families),
         classes="\n".join(made),
         auto_map=pprint.pformat(dict(auto_map), width=112),
         files=pprint.pformat((f"{ENTRY}.py", *(f"{_flat(module, digest)}.py" for module in modules)), width=112),
     )
+
+
+def _families(config: Any) -> tuple[Family, ...]:
+    """Return the record of a model, each with one model type, and those of its stacks where they are whole models."""
+    stock = config.posenc_stock.model_type
+    own = find_family(stock)
+    held = () if own.attention else tuple(getattr(config, name).model_type for name in own.stacks)
+    return tuple(dataclasses.replace(find_family(name), model_types=(name,)) for name in dict.fromkeys((stock, *held)))
 
 
 def _records(value: object) -> set[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +225,38 @@ def test_generate_takes_the_tokens_that_full_forwards_take(model_type: str, name
         beams = model.generate(input_ids=ids, attention_mask=mask, num_beams=3, **how)
         row = model.generate(input_ids=ids[1:, :40], attention_mask=mask[1:, :40], num_beams=3, **how)
         assert torch.equal(beams[1:], row)
+
+
+READ_BACK = """
+import sys, torch, transformers
+for folder in sys.argv[1:]:
+    auto, given, ids, expected = torch.load(folder + "/expected.pt")
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        print(torch.equal(model(**given, decoder_input_ids=ids).logits, expected), "hf_posenc" in sys.modules)
+"""
+
+
+@pytest.mark.slow  # a fresh interpreter
+def test_a_process_without_this_package_reads_stacks_back_bit_for_bit(tmp_path: Path) -> None:
+    specs = {"encoder-decoder": SPECS["alibi"], "whisper": SPECS["rope"], "bart": SPECS["t5"]}
+    for model_type, spec in specs.items():
+        model, ids = posenc.patch(stock(model_type), spec), tokens(2, 30)
+        model.save_pretrained(tmp_path / model_type)
+        auto = "AutoModelForSpeechSeq2Seq" if model_type == "whisper" else "AutoModelForSeq2SeqLM"
+        given = source(model, ids)
+        torch.save((auto, given, ids, answers(model, given, ids)), tmp_path / model_type / "expected.pt")
+    folders = [str(tmp_path / model_type) for model_type in specs]
+    outside = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", READ_BACK, *folders],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, **outside},
+    )
+    assert done.stdout.splitlines() == ["True False"] * len(specs), done.stderr
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
