@@ -238,7 +238,8 @@ def test_the_original_length_is_read_from_the_model_and_recorded() -> None:
 def test_none_keeps_what_the_model_has() -> None:
     own = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 3.0}
     kept = posenc.RoPE().for_model(geometry(16), own)
-    assert kept == posenc.RoPE(theta=5e5, partial_rotary_factor=0.5, scaling={"rope_type": "linear", "factor": 3.0})
+    scaling = {"rope_type": "linear", "factor": 3.0}
+    assert kept == posenc.RoPE(theta=5e5, partial_rotary_factor=0.5, scaling=scaling, pairing="half_split")
     dropped = posenc.RoPE(theta=7.0, scaling={"rope_type": "default"}).for_model(geometry(16), own)
     assert dropped == posenc.RoPE(theta=7.0, partial_rotary_factor=0.5, scaling={"rope_type": "default"})
     legacy = posenc.RoPE(scaling={"type": "linear", "factor": 3.0})
