@@ -241,7 +241,8 @@ def test_none_keeps_what_the_model_has() -> None:
     scaling = {"rope_type": "linear", "factor": 3.0}
     assert kept == posenc.RoPE(theta=5e5, partial_rotary_factor=0.5, scaling=scaling, pairing="half_split")
     dropped = posenc.RoPE(theta=7.0, scaling={"rope_type": "default"}).for_model(geometry(16), own)
-    assert dropped == posenc.RoPE(theta=7.0, partial_rotary_factor=0.5, scaling={"rope_type": "default"})
+    plain = {"rope_type": "default"}
+    assert dropped == posenc.RoPE(theta=7.0, partial_rotary_factor=0.5, scaling=plain, pairing="half_split")
     legacy = posenc.RoPE(scaling={"type": "linear", "factor": 3.0})
     assert legacy.scaling == {"rope_type": "linear", "factor": 3.0}
 
