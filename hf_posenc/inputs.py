@@ -121,7 +121,10 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
         if "posenc_family" not in self.__dict__:  # no body
             if kwargs.get(DOCUMENTS) is not None and getattr(self.config, "is_encoder_decoder", False):
                 raise ConfigError("document_ids say of one stack who sees whom; an encoder-decoder takes none.")
-            with _asking({name: kwargs.pop(name) for name in dropped & set(kwargs)}):  # a head would drop them
+            held = {name: kwargs.pop(name) for name in dropped if name in kwargs}  # a head would drop them
+            if not held:
+                return stock.forward(self, *args, **kwargs)
+            with _asking(held):
                 return stock.forward(self, *args, **kwargs)
         joint = self.posenc_joints[0]
         with joint.running(self):

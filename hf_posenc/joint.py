@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from hf_posenc.config import Encoding
@@ -29,7 +30,9 @@ class Joint:
         """The encoding in force."""
         if self.override is not None:
             return self.override
-        found: Encoding = getattr(_running, "bodies", {}).get(id(self), self.body).posenc
+        # replicas are not compiled, and a compiler would not look into a thread's own state
+        bodies = {} if torch.compiler.is_compiling() else getattr(_running, "bodies", {})
+        found: Encoding = bodies.get(id(self), self.body).posenc
         return found
 
     def of(self, module: nn.Module) -> Encoding:
