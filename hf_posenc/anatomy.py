@@ -89,6 +89,8 @@ def own_rope(model: PreTrainedModel, family: Family, geometry: Geometry) -> Mapp
     if family.sine_first:
         share = (getattr(model.config, "rotary_dim", None) or geometry.head_dim) / geometry.head_dim
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    if family.interleaved and not family.rotary:
+        return {"rope_type": "default", "rope_theta": 10000.0}  # RoFormer's, which stands in no config
     rope: Mapping[str, Any] | None = getattr(model.config, "rope_parameters", None) if family.rotary else None
     return rope
 

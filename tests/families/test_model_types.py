@@ -128,7 +128,7 @@ def test_thetas_of_its_own_for_each_type_of_layer_are_not_taken_for_one(model_ty
     assert posenc.plan(model, posenc.RoPE(theta=500.0, scaling=_STATIC)).route == "interposer"
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "glm", "helium"])
+@pytest.mark.parametrize("model_type", ["cohere", "glm", "helium", "roformer"])
 def test_neighbouring_pairs_are_not_torn_apart(model_type: str) -> None:
     assert posenc.plan(stock(model_type), posenc.RoPE()).config.pairing == "interleaved"  # as the weights have it
     with pytest.raises(ConfigError, match="pairing='interleaved'"):
