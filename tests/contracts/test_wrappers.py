@@ -1,4 +1,4 @@
-"""What people wrap a patched model in: sharding, replicas, pipelines, adapters, quantised projections."""
+"""What people wrap a patched model in: sharding, replicas, compilation, pipelines, adapters, quantised projections."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, pipeline
 from transformers.pytorch_utils import Conv1D
@@ -177,3 +178,16 @@ def test_the_masked_pipeline_fills_past_the_trained_length(spec: str) -> None:
     best = pipeline("fill-mask", model=model, tokenizer=tokenizer, device="cpu")(text)[0]
     ids = tokenizer(text, return_tensors="pt").input_ids
     assert best["token"] == int(logits(model, ids)[0, 80].argmax())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subject", "spec"), [("gpt2", "alibi"), ("gpt2", "sinusoidal"), ("llama", "rope-yarn"), ("bert", "alibi")]
+)
+def test_compilation_makes_two_graphs_at_most_for_nine_lengths(subject: str, spec: str) -> None:
+    torch._dynamo.reset()
+    model, counter = patched(subject, spec, own=True), CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for length in (20, 21, 24, 31, 48, 64, 65, 100, 130):
+        assert_same(logits(compiled, tokens(2, length), use_cache=False), logits(model, tokens(2, length)))
+    assert counter.frame_count <= 2
