@@ -68,7 +68,7 @@ def inspect(
     texts = [document.text for document in load_documents(documents, split="held_out")[:4]]
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):  # without one, what rests on text is left out
+    except (OSError, ValueError, ImportError):  # without one, what rests on text is left out
         tokenizer = None
     table = Table(show_header=False, box=None)
     for heading, words in inspection(loaded, texts, tokenizer=tokenizer).items():
@@ -118,7 +118,7 @@ def patch(model: Model, encoding: Encoding, output: Output, options: Options = "
         tokenizer = AutoTokenizer.from_pretrained(model)
         posenc.set_model_max_length(tokenizer, loaded)
         tokenizer.save_pretrained(output)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"no tokenizer was saved, since {model} has none: {error}")
     print(f"saved to {output}")
 
@@ -156,7 +156,7 @@ def export(
     loaded = posenc.from_pretrained(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         tokenizer = None
         print(f"no tokenizer will be saved, since {model} has none: {error}")
     print(posenc.export_native(loaded, folder, tokenizer, target=target, length=length))

@@ -229,7 +229,7 @@ def diagnose_checkpoints(
         try:
             model = hf_posenc.from_pretrained(path, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             if isinstance(error, PosencError):
                 raise
             raise CheckpointError(f"{path!r} holds no model with its tokenizer: {error}") from error
