@@ -9,8 +9,8 @@ QUICKSTART_ARGS ?=
 BENCHMARK_ARGS ?= --short
 RELEASES_ARGS ?=
 
-# one worker a file, so that what a module's tests share is made once
-PARALLEL = -n $(WORKERS) --dist loadfile
+# one worker a file, so that what a module's tests share is made once; in the order of tests/conftest.py
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # threads that wait for each other without spinning: on a machine that does something else too, ten times as fast
 PATIENT = OMP_WAIT_POLICY=PASSIVE
 DEV := .venv

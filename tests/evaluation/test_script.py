@@ -74,6 +74,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, command_line: list[str]) -> int:
     return status
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

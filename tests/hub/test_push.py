@@ -253,6 +253,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_what_was_pushed_is_pulled_with_this_package_and_without(hub: Hub, folder: Path, tmp_path: Path) -> None:
     hub.repos[BASE].gated = "auto"  # so that the repository is private, and the token is needed to read it too
     push(hub, folder)
