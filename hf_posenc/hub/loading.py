@@ -51,11 +51,15 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     kwargs.setdefault("use_safetensors", True)
     if kwargs["use_safetensors"]:
         _check_files(path, where)
+    asked = kwargs.pop("output_loading_info", False)
     try:
-        model: PreTrainedModel = cls.from_pretrained(path, **kwargs)
+        model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     except SafetensorError as error:
         raise CheckpointError(f"the weights in {path} cannot be read: {error}; the file is damaged or cut.") from error
-    return model
+    body = "" if model.base_model is model else f"{model.base_model_prefix}."
+    if {key for key in model.state_dict() if key.startswith(body)} <= set(info["missing_keys"]):
+        raise CheckpointError(f"the weights in {path} hold nothing of {type(model).__name__}.")
+    return (model, info) if asked else model  # type: ignore[return-value]
 
 
 def _check_files(path: str | Path, where: dict[str, Any]) -> None:

@@ -116,6 +116,12 @@ def test_a_new_class_may_have_parts_that_the_checkpoint_has_nothing_of(tmp_path:
             AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
+def test_weights_of_something_else_are_refused(folder: Path) -> None:
+    save_file({"unrelated": torch.ones(1)}, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="nothing of PosencGPT2LMHeadModel"):
+        posenc.from_pretrained(folder)
+
+
 def test_new_weights_win_over_any_older_layout(tmp_path: Path) -> None:
     older = patched("gpt2", "alibi", own=True)
     torch.save(older.state_dict(), tmp_path / "pytorch_model.bin")
