@@ -41,7 +41,9 @@ def subjects() -> tuple[PreTrainedConfig, tuple[type[PreTrainedModel], ...]]:
             "alibi": posenc.Alibi(),
         }[ENCODING]
         patched = [posenc.patch(cls(config), encoding) for cls in classes]
-        config, classes = patched[0].config, [type(model) for model in patched]
+        # read anew, as the stock config is new: one that a model was made from has its attention backend chosen
+        config = type(patched[0].config).from_dict(patched[0].config.to_dict())
+        classes = [type(model) for model in patched]
         for cls in classes:
             cls.__name__ = cls.posenc_stock.__name__  # by which the mixin tells what inputs a class takes
     return config, tuple(classes)
