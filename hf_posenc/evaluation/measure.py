@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
 from hf_posenc.errors import LengthError
@@ -18,6 +17,7 @@ from hf_posenc.evaluation.documents import Corpus
 from hf_posenc.evaluation.intervals import bootstrap, standard_error
 from hf_posenc.evaluation.partial import DocumentScore, PartialScores
 from hf_posenc.evaluation.scoring import evaluation_mode
+from hf_posenc.evaluation.sharing import gathered, own_share
 from hf_posenc.evaluation.subject import dtype_name, model_hash, model_name, position_refusal, trained_length
 from hf_posenc.provenance import versions
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
-_NOT_FINITE = "the model's logits are not finite (an overflow in its dtype?)"
+NOT_FINITE = "the model's logits are not finite (an overflow in its dtype?)"
 
 
 Score: TypeAlias = Callable[[Sequence[int], int], list[DocumentScore]]
@@ -100,24 +100,6 @@ class Measurement:
             versions=versions(),
         )
 
-    def own(self) -> list[int]:
-        """Return the documents that this process scores, longest first.
-
-        Each belongs to exactly one process: the longest that is left goes to the process that has least to do.
-        """
-        sizes = self.corpus.sizes
-        order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], self.keys[index], index))
-        if self.processes is None:
-            return order
-        loads = [0] * self.processes.num_processes
-        own = []
-        for index in order:
-            process = loads.index(min(loads))
-            loads[process] += sizes[index]
-            if process == self.processes.process_index:
-                own.append(index)
-        return own
-
 
 @dataclass(frozen=True)
 class _Work:
@@ -129,7 +111,8 @@ class _Work:
 
     def outcomes(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[DocumentScore] | str]]:
         """Yield for each length the scores of all documents, from all processes, or why there are none."""
-        own, keys, processes = self.task.own(), self.task.keys, self.task.processes
+        keys, processes = self.task.keys, self.task.processes
+        own = own_share(self.task.corpus.sizes, keys, processes)
         with tqdm(
             total=sum(self.task.corpus.sizes[index] for index in own) * len(lengths),
             desc="perplexity",
@@ -152,9 +135,7 @@ class _Work:
             outcome = [*self._own(own, length, bar)]
         except LengthError as error:
             outcome = [str(error)]
-        if self.task.processes is not None and self.task.processes.num_processes > 1:
-            # Every process comes here, also one that was refused: a process that skipped it would hang the others.
-            outcome = gather_object(outcome)
+        outcome = gathered(outcome, self.task.processes)  # also from a process that was refused
         reasons = [item for item in outcome if isinstance(item, str)]
         return reasons[0] if reasons else [item for item in outcome if isinstance(item, DocumentScore)]
 
@@ -162,19 +143,19 @@ class _Work:
         keys, sizes, stride = self.task.keys, self.task.corpus.sizes, self.task.strides[length]
         missing = []
         for index in own:
-            known = self.kept.known((length, stride), keys[index], index)
+            known = self.kept.known((length, stride), keys[index])
             if known is None:
                 missing.append(index)
             else:
-                yield known
+                yield DocumentScore(**(known | {"index": index}))
                 bar.update(sizes[index])
         for first in range(0, len(missing), self.task.group):
             indices = missing[first : first + self.task.group]
             found = self.score(indices, length)
             if not all(math.isfinite(score.nll) for score in found):
-                yield _NOT_FINITE
+                yield NOT_FINITE
                 return
-            self.kept.keep((length, stride), [(keys[score.index], score) for score in found])
+            self.kept.keep((length, stride), [(keys[score.index], asdict(score)) for score in found])
             bar.update(sum(sizes[index] for index in indices))
             yield from found
 

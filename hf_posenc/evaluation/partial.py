@@ -1,6 +1,6 @@
 """Scores of documents on disk while a run goes on, so that a run that was stopped goes on where it was.
 
-One line of JSON a document, length and stride, in one file a process. A line is valid for its run only: what was
+One line of JSON a document and cut (its length and stride), in one file a process. A line is valid for its run only: what was
 measured, with which protocol, on which model. Lines of other runs are passed over, and so is a last line that was torn
 when the process was killed.
 """
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from hf_posenc.errors import OutputError
 
-Cut: TypeAlias = tuple[int, int]  # length and stride
+Cut: TypeAlias = tuple[int, ...]  # the numbers by which documents were cut, such as length and stride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class PartialScores:
 
     Args:
         folder: where they lie; made where need be. None keeps nothing.
-        run: everything that the scores depend on, apart from documents, lengths and strides.
+        run: everything that the scores depend on, apart from documents and cuts.
         process: index of this process, which writes a file of its own.
 
     Raises:
@@ -69,17 +69,16 @@ class PartialScores:
         for path in sorted(folder.glob("scores-*.jsonl")):
             self._read(path)
 
-    def known(self, cut: Cut, document: str, index: int) -> DocumentScore | None:
-        """Return the kept score of a document, given by its key, under this (length, stride), None for no score."""
-        values = self._known.get((cut, document))
-        return None if values is None else DocumentScore(**(values | {"index": index}))
+    def known(self, cut: Cut, document: str) -> dict[str, Any] | None:
+        """Return the kept score of a document, given by its key, under this cut; None for no score."""
+        return self._known.get((cut, document))
 
-    def keep(self, cut: Cut, scores: Iterable[tuple[str, DocumentScore]]) -> None:
-        """Append the scores of documents, given with their keys, under this (length, stride)."""
+    def keep(self, cut: Cut, scores: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Append the scores of documents under this cut: the key of each, and what JSON can hold."""
         if self._file is None:
             return
         lines = (
-            json.dumps({"run": self._run, "cut": cut, "document": document, "score": asdict(score)}) + "\n"
+            json.dumps({"run": self._run, "cut": cut, "document": document, "score": dict(score)}) + "\n"
             for document, score in scores
         )
         with self._file.open("a", encoding="utf-8") as file:
@@ -91,8 +90,7 @@ class PartialScores:
                 try:
                     row = json.loads(line)
                     if row["run"] == self._run:
-                        length, stride = row["cut"]
-                        self._known[(length, stride), row["document"]] = row["score"]
+                        self._known[tuple(row["cut"]), row["document"]] = row["score"]
                 except (ValueError, KeyError, TypeError):
                     continue
 

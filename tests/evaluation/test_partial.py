@@ -8,16 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from hf_posenc.errors import OutputError
 from hf_posenc.evaluation import perplexity_by_length
-from hf_posenc.evaluation.documents import prepare
-from hf_posenc.evaluation.measure import Measurement
 from hf_posenc.evaluation.partial import discard
+from hf_posenc.evaluation.sharing import own_share
 from tests.evaluation.models import llama, random_documents
 
 
@@ -99,17 +97,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path: Pa
         perplexity_by_length(llama(), random_documents(40), [8], partial=tmp_path / "file")
 
 
-@given(st.lists(st.integers(2, 400), min_size=1, max_size=30), st.integers(1, 9))
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(1, 9))
 def test_every_document_belongs_to_one_process_and_loads_are_even(sizes: list[int], n: int) -> None:
-    corpus = prepare(
-        [torch.arange(size) for size in sizes], tokenizer=None, bos_policy="none", bos_token_id=None, vocab_size=None
-    )
-    facts: Any = {"model": nn.Module(), "name": "m", "protocol": "p", "bos_policy": "none", "scoring": None}
-    facts |= {"corpus": corpus, "keys": corpus.digests, "used": {}, "strides": {}}
-    shares = [
-        Measurement(**facts, processes=SimpleNamespace(process_index=i, num_processes=n)).own()  # type: ignore[arg-type]
-        for i in range(n)
-    ]
+    keys = [f"document {index}" for index in range(len(sizes))]
+    processes: list[Any] = [SimpleNamespace(process_index=index, num_processes=n) for index in range(n)]
+    shares = [own_share(sizes, keys, process) for process in processes]
     assert sorted(index for share in shares for index in share) == list(range(len(sizes)))
-    loads = [sum(corpus.sizes[index] for index in share) for share in shares]
-    assert max(loads) - min(loads) <= max(corpus.sizes)
+    loads = [sum(sizes[index] for index in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes)
