@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from tqdm.auto import tqdm
 from hf_posenc.errors import ConfigError, DataError, LengthError
 from hf_posenc.evaluation.documents import BOS_NONE, Documents
 from hf_posenc.evaluation.intervals import bootstrap
+from hf_posenc.evaluation.measure import NOT_FINITE
+from hf_posenc.evaluation.partial import PartialScores
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
+from hf_posenc.evaluation.sharing import gathered, own_share
 from hf_posenc.evaluation.subject import (
     check_batch_size,
     check_lengths,
@@ -29,6 +33,7 @@ from hf_posenc.evaluation.subject import (
 from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
     from transformers import PreTrainedTokenizerBase
 
 _TOLERANCE = 0.01  # of the loss at the trained length
@@ -123,6 +128,8 @@ def perplexity_by_position(
     bos_policy: str = BOS_NONE,
     name: str | None = None,
     seed: int = 0,
+    processes: PartialState | None = None,
+    partial: Path | str | None = None,
 ) -> PositionCurve:
     """Measure the mean loss at each position of the first window of every document that fills it.
 
@@ -130,28 +137,31 @@ def perplexity_by_position(
         model: any Hugging Face causal language model, patched or not.
         documents: token-id lists, 1-D tensors, or texts (then give `tokenizer`).
         length: inputs in the window; a document needs `length + 1` tokens, BOS included.
-        tokenizer, batch_size, bos_policy, name: as in `perplexity_by_length`.
+        tokenizer, batch_size, bos_policy, name, processes, partial: as in `perplexity_by_length`.
         seed: of the resampling of documents for the interval.
 
     Raises:
         UnknownNameError, ConfigError, DataError: arguments that cannot be used, or no document that is long enough.
-        LengthError: the model has no position encoding for `length` positions.
+        LengthError: the model has no position encoding for `length` positions, or its logits are not finite there.
         UnsupportedFamilyError: the model is not a causal language model.
+        OutputError: `partial` cannot be written to.
     """
     check_lengths([length])
     check_batch_size(batch_size)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"seed must be an integer of at least 0; got {seed!r}.")
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy).filling(length)
-    # by content, so that resampling draws the same documents whatever their order
-    order = sorted(range(len(corpus.documents)), key=corpus.digests.__getitem__)
-    rows = [corpus.documents[index][: length + 1] for index in order]
     if reason := position_refusal(model, length):
         raise LengthError(f"length={length}: {reason}.")
     edges = log_bins(length)
-    sums = _bin_sums(model, rows, edges, batch_size)  # (documents, bins)
+    weights = model_hash(model)
+    run = {"model": weights or model_name(model), "protocol": "by_position", "bos_policy": bos_policy}
+    process = 0 if processes is None else processes.process_index
+    kept = PartialScores(partial, run, process=process)
+    rows = _Rows([ids[: length + 1] for ids in corpus.documents], corpus.id_digests, edges, batch_size)
+    sums = rows.sums(model, kept, processes)  # (documents, bins)
     widths = np.diff(edges)
-    ends = bootstrap(sums / widths, np.ones(len(rows)), seed=seed) if len(rows) > 1 else None
+    ends = bootstrap(sums / widths, np.ones(len(sums)), seed=seed)
     return PositionCurve(
         name=name or model_name(model),
         length=length,
@@ -159,26 +169,61 @@ def perplexity_by_position(
         nll=tuple((sums.mean(axis=0) / widths).tolist()),
         low=None if ends is None else tuple(ends[0].tolist()),
         high=None if ends is None else tuple(ends[1].tolist()),
-        n_documents=len(rows),
+        n_documents=len(sums),
         trained_length=trained_length(model),
         bos_policy=bos_policy,
         text_hash=corpus.digest,
-        model_hash=model_hash(model),
+        model_hash=weights,
         dtype=dtype_name(model),
         versions=versions(),
     )
 
 
-def _bin_sums(model: nn.Module, rows: list[torch.Tensor], edges: tuple[int, ...], batch_size: int) -> np.ndarray:
-    """Return the nats of each row summed over each bin: (documents, bins), float64."""
-    length = edges[-1]
-    sums: list[np.ndarray] = []
-    bar = tqdm(total=len(rows) * length, desc="by position", unit="tok", unit_scale=True, delay=_PROGRESS_DELAY)
-    with evaluation_mode(model), bar:
-        scorer = Scorer(model, rows[0])
-        for first in range(0, len(rows), batch_size):
-            batch = torch.stack(rows[first : first + batch_size])
-            nats = scorer.nll(batch, length).numpy()  # (b, length)
-            sums.append(np.add.reduceat(nats, edges[:-1], axis=1))
+@dataclass(frozen=True)
+class _Rows:
+    """The first windows of documents, all of one length, and the bins of their positions."""
+
+    windows: Sequence[torch.Tensor]
+    keys: Sequence[str]
+    edges: tuple[int, ...]
+    batch_size: int
+
+    def sums(self, model: nn.Module, kept: PartialScores, processes: PartialState | None) -> np.ndarray:
+        """Return the nats of each window summed over each bin: (documents, bins), float64.
+
+        They stand in the order of their contents, so that resampling draws the same documents whatever their order.
+        """
+        with evaluation_mode(model):
+            scorer = Scorer(model, self.windows[0])
+            own = own_share([self.edges[-1]] * len(self.windows), self.keys, processes)
+            bar = tqdm(total=len(own) * self.edges[-1], desc="by position", unit="tok", delay=_PROGRESS_DELAY)
+            with bar:
+                found = gathered([*self._own(scorer, own, kept, bar)], processes)
+        if None in [values for _, values in found]:
+            raise LengthError(f"length={self.edges[-1]}: {NOT_FINITE}.")
+        return np.array([values for _, values in sorted(found, key=lambda item: item[0])])
+
+    def _own(
+        self, scorer: Scorer, own: Sequence[int], kept: PartialScores, bar: tqdm[Any]
+    ) -> Iterator[tuple[str, list[float] | None]]:
+        """Yield the key of each window that this process scores with its sums, or None for sums that are not finite."""
+        cut = self.edges[-1:]
+        missing = []
+        for index in own:
+            score = kept.known(cut, self.keys[index])
+            if score is None:
+                missing.append(index)
+            else:
+                yield self.keys[index], score["sums"]
+                bar.update(self.edges[-1])
+        for first in range(0, len(missing), self.batch_size):
+            indices = missing[first : first + self.batch_size]
+            nats = scorer.nll(torch.stack([self.windows[index] for index in indices]), self.edges[-1]).numpy()
+            sums = np.add.reduceat(nats, self.edges[:-1], axis=1)  # (b, bins)
+            for index, row in zip(indices, sums, strict=True):
+                if not np.isfinite(row).all():
+                    yield self.keys[index], None
+                    return
+                kept.keep(cut, [(self.keys[index], {"sums": row.tolist()})])
+                yield self.keys[index], row.tolist()
             bar.update(nats.size)
-    return np.concatenate(sums)

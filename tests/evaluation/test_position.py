@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +22,24 @@ from hf_posenc.errors import DataError, LengthError
 from hf_posenc.evaluation import PositionCurve, perplexity_by_length, perplexity_by_position
 from hf_posenc.evaluation.position import log_bins
 from tests.evaluation.models import VOCABULARY, gpt2, llama, naive_nll, random_documents
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import json, sys
+from accelerate import PartialState
+from hf_posenc.evaluation import perplexity_by_position
+from tests.evaluation.models import llama, random_documents
+import torch
+torch.manual_seed(5)
+model, documents = llama(), random_documents(40, 33, 20, 60, 50, 34, 45)
+state = PartialState()
+curve = perplexity_by_position(model, documents, 32, processes=state, batch_size=2)
+if state.is_main_process:
+    print("curve", json.dumps(curve.to_dict()))
+if state.num_processes > 1:
+    state.destroy_process_group()
+"""
 
 
 @given(st.integers(1, 5000))
@@ -68,3 +93,56 @@ def test_what_cannot_be_measured_is_an_error() -> None:
         perplexity_by_position(gpt2(), random_documents(64), 64)
     with pytest.raises(LengthError, match="no position 65"):
         perplexity_by_position(gpt2(), random_documents(90), 65)
+
+
+def test_a_process_does_its_share_and_what_it_kept_is_not_done_again(tmp_path: Path) -> None:
+    model, documents = llama(), random_documents(40, 33, 20, 60)
+    forwards = [0]
+    model.register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
+    expected = perplexity_by_position(model, documents, 32)
+    alone = forwards[0]
+    kept = []
+    for index in range(2):
+        process: Any = SimpleNamespace(process_index=index, num_processes=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_posenc.evaluation.sharing.gather_object", lambda items: items)
+            part = perplexity_by_position(model, documents, 32, processes=process, partial=tmp_path)
+        kept.append(part.n_documents)
+    assert sorted(kept) == [1, 2]
+    forwards[0] = 0
+    assert perplexity_by_position(model, documents[::-1], 32, partial=tmp_path) == expected
+    assert alone - forwards[0] == 3  # what is left are the probes of the model itself
+    torch.nn.init.ones_(model.lm_head.weight)  # type: ignore[union-attr, arg-type]
+    assert perplexity_by_position(model, documents, 32, partial=tmp_path) != expected
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = llama()
+    model.model.embed_tokens.weight.data[96] = float("nan")  # type: ignore[union-attr, operator, index]
+    with pytest.raises(LengthError, match="length=32: the model's logits are not finite"):
+        perplexity_by_position(model, [*random_documents(40), [*range(2, 32), 96, 96, 96]], 32)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_curve_of_one(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    curves = []
+    for command in ([sys.executable], launch):
+        done = subprocess.run(
+            [*command, str(program)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("curve")]
+        curves.append(json.loads(line.removeprefix("curve")))
+    one, two = curves
+    assert one["n_documents"] == two["n_documents"] == 6
+    for field in ("nll", "low", "high"):
+        assert one[field] == pytest.approx(two[field], rel=1e-6)
