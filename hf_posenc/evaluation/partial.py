@@ -1,8 +1,8 @@
 """Scores of documents on disk while a run goes on, so that a run that was stopped goes on where it was.
 
-One line of JSON a document and cut (its length and stride), in one file a process. A line is valid for its run only: what was
-measured, with which protocol, on which model. Lines of other runs are passed over, and so is a last line that was torn
-when the process was killed.
+One line of JSON a document and cut (its length and stride), in one file a process. A line is valid for its run only:
+what was measured, with which protocol, on which model. Lines of other runs are passed over, and so is a last line that
+was torn when the process was killed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from hf_posenc.evaluation import PositionCurve, perplexity_by_length, perplexity
 from hf_posenc.evaluation.position import log_bins
 from tests.evaluation.models import VOCABULARY, gpt2, llama, naive_nll, random_documents
 
-
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
