@@ -148,7 +148,23 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
                     evict(kept, visible, kwargs.get("attention_mask"))
         return output
 
-    # Trainer hands a model what its signature names
+    forward.__signature__ = _with_documents(signature)  # type: ignore[attr-defined]
+    return forward
+
+
+def unpacked_forward(stock: type[nn.Module]) -> Callable[..., Any]:
+    """Return the stock forward, but that it refuses `document_ids`, which it would drop without a word."""
+    signature = inspect.signature(stock.forward)
+
+    @functools.wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop(DOCUMENTS, None) is not None:
+            raise ConfigError(
+                f"transformers itself computes this encoding, and {stock.__name__} cannot keep packed texts apart by "
+                "document_ids; leave them out and give it one text a row."
+            )
+        return stock.forward(self, *args, **kwargs)
+
     forward.__signature__ = _with_documents(signature)  # type: ignore[attr-defined]
     return forward
 
@@ -163,6 +179,7 @@ def _visible(model: Any, encoding: Encoding) -> tuple[int, int] | None:
 
 
 def _with_documents(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature that names `document_ids`: Trainer hands a model what its signature names."""
     listed = list(signature.parameters.values())
     extra = inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
     end = len(listed) - (listed[-1].kind is inspect.Parameter.VAR_KEYWORD)

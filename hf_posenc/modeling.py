@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.declared import check_declared_backend
 from hf_posenc.errors import CheckpointError
-from hf_posenc.inputs import positioned_forward
+from hf_posenc.inputs import positioned_forward, unpacked_forward
 from hf_posenc.interposer import check_backend
 from hf_posenc.length import table_start
 from hf_posenc.positions import checkpointed
@@ -114,6 +114,19 @@ def model_class(stock: type[PreTrainedModel], rebuild: Rebuild) -> type[PreTrain
     # transformers looks up what `output_attentions` and the like capture by the printed name of the exact class
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), stock._can_record_outputs)
     return cls
+
+
+@functools.cache
+def native_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of a model whose encoding transformers computes: the stock one in name and in what is saved."""
+    body = {
+        "__doc__": stock.__doc__,
+        "__module__": stock.__module__,
+        "forward": unpacked_forward(stock),
+        "posenc_stock": stock,
+        "__reduce_ex__": lambda self, protocol: (_blank, (native_class, stock), self.__dict__),
+    }
+    return type(stock.__name__, (stock,), body)
 
 
 def _blank(factory: Callable[..., Any], *arguments: Any) -> Any:

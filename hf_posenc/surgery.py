@@ -18,7 +18,7 @@ from hf_posenc.family import find_family
 from hf_posenc.inputs import NoRotation, PositionTable, Unheard, rotary_width
 from hf_posenc.joint import Joint
 from hf_posenc.length import rows_before, table_rows, table_start
-from hf_posenc.modeling import announce, config_class, model_class
+from hf_posenc.modeling import announce, config_class, model_class, native_class
 from hf_posenc.planning import PatchPlan, make_plan, native_parameters, swaps_attention
 from hf_posenc.positions import checkpointed
 
@@ -65,6 +65,9 @@ def _install_native(model: PreTrainedModel, config: Any, record: _Record) -> Non
     old = body.get_submodule(plan.family.rotary or "")
     new = type(old)(config=config).to(next(body.parameters()).device)
     _replace(body, plan.family.rotary or "", new, record)
+    for module in dict.fromkeys((model, model.base_model, body)):
+        stock: Any = type(module)
+        _swap(module, native_class(stock), record)
 
 
 def _install_interposer(model: PreTrainedModel, config: Any, record: _Record) -> None:

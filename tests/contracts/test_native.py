@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +109,24 @@ def test_dynamic_is_native_only_as_transformers_computes_it() -> None:
     ids = tokens(1, 3 * TRAINED)
     assert_same(logits(model, ids), logits(stock, ids))
     assert largest(logits(model, ids) - logits(SUBJECTS["llama"].fresh(), ids)) > 1e-3
+
+
+@pytest.mark.parametrize("subject", ["llama", "llama-base", "gpt_neox"])
+def test_packed_rows_are_refused_and_not_read_as_one_text(subject: str, tmp_path: Path) -> None:
+    """The class is the stock one in all else: what stock classes do with `document_ids` is to drop them."""
+    model, ids = ALL[subject].fresh(), tokens(2, 12)
+    stock = type(model)
+    posenc.patch(model, posenc.RoPE(theta=500.0))
+    said = logits(model, ids)
+    for called in (model, model.base_model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(ConfigError, match="give it one text a row"):
+            called(input_ids=ids, document_ids=torch.zeros_like(ids))
+        assert "document_ids" in inspect.signature(called.forward).parameters, "Trainer would drop the column"
+        assert_same(logits(called, ids, document_ids=None), logits(called, ids))
+    assert isinstance(model, stock)
+    assert type(model).__name__ == stock.__name__
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == [stock.__name__]
+    assert_same(logits(stock.from_pretrained(tmp_path).eval(), ids), said)
+    posenc.unpatch(model)
+    assert type(model) is stock
