@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_posenc.config import ENCODINGS, Encoding, EncodingConfig, encoding
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError
+from hf_posenc.export import ranked
 from hf_posenc.positions import Geometry, Positions
 
 GPT2 = Geometry(
@@ -55,8 +56,11 @@ class Entry:
             `both`: the distance, and how far the text has come; `content`: what stands between; `none`.
         models: `causal` or `causal, bidirectional`.
         zero_shot: the models that go on without training, or `none`.
-        numbers: trained numbers in a GPT-2, where all layers share them; `or by layer` where layers may have their own.
+        numbers: trained numbers in a GPT-2; `a layer` where every layer has its own, `or by layer` where it may.
+        cost: what a forward pass computes something more for, and the time and memory grow with: `nothing`, every
+            `token`, every `distance` between tokens, or every `pair` of tokens.
         start: what an untrained one is equal to: `no positions`, another encoding's name, or itself.
+        exports: the routes of native export that may take it from some model type, the preferred ones first.
     """
 
     name: str
@@ -66,7 +70,9 @@ class Entry:
     models: str
     zero_shot: str
     numbers: str
+    cost: str
     start: str
+    exports: str
 
 
 HEADINGS = {
@@ -77,7 +83,9 @@ HEADINGS = {
     "models": "models",
     "zero_shot": "zero-shot on",
     "numbers": "trained numbers in GPT-2",
+    "cost": "cost",
     "start": "starts as",
+    "exports": "native export",
 }
 """Field of an entry -> heading of its column."""
 
@@ -117,8 +125,10 @@ def entry_of(cls: type[EncodingConfig]) -> Entry:
         positions=positions,
         models="causal, bidirectional" if _fits_encoders(config) else "causal",
         zero_shot=_zero_shot(config, module, text, start),
-        numbers=f"{numbers:,}{' or by layer' if numbers and hasattr(config, 'per_layer') else ''}",
+        numbers=f"{numbers:,}{_by_layer(config) if numbers else ''}",
+        cost=_cost(module),
         start=start,
+        exports=", ".join(route.name for route in ranked() if route.admits(config) is None) or "none",
     )
 
 
@@ -126,6 +136,20 @@ def cited(text: str) -> str:
     """Return the authors and year of the first paper that a text cites, or `none`."""
     found = _CITED.search(text)
     return found.group() if found else "none"
+
+
+def _by_layer(config: EncodingConfig) -> str:
+    choice = getattr(config, "per_layer", None)
+    return "" if choice is None else " a layer" if choice else " or by layer"
+
+
+def _cost(module: Encoding) -> str:
+    """Return what the work grows with, the fastest exact form taken."""
+    if module.overrides("score") or (module.overrides("bias") and not module.overrides("distance_bias")):
+        return "pair"
+    if module.overrides("bias"):
+        return "distance"
+    return "token" if any(module.overrides(hook) for hook in ACTS) else "nothing"
 
 
 def _fits_encoders(config: EncodingConfig) -> bool:

@@ -26,7 +26,7 @@ FLOORS = [
         "config family",
         "rotation",
         "encodings families",
-        "caching catalogue joint kernels length scores",
+        "caching joint kernels length scores",
         "toeplitz",
         "forms",
         "interposer",
@@ -45,7 +45,7 @@ FLOORS = [
         "hub",
         "conversion",
     ),
-    *("benchmark quickstart inspection", "cli"),
+    *("benchmark catalogue quickstart inspection", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {

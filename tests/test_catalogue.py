@@ -56,6 +56,12 @@ def test_every_encoding_has_an_entry_and_every_entry_is_whole() -> None:
         ("acts", "scores", "dual_chunk lm_infinite rerope self_extend sinks string"),
         ("acts", "embedding", "learned sinusoidal"),
         ("acts", "nothing", "nope"),
+        ("cost", "nothing", "nope"),
+        ("cost", "token", "drope fope learned lerope rope sinusoidal xpos"),
+        ("cost", "distance", "alibi kerple sandwich t5"),
+        ("exports", "self_table", "learned sinusoidal"),
+        ("exports", "self_bias", "alibi kerple sandwich"),
+        ("exports", "self_bias, mpnet", "t5"),
     ],
 )
 def test_what_it_finds_out_is_what_the_methods_are(field: str, value: str, names: str) -> None:
@@ -68,10 +74,10 @@ def test_what_it_finds_out_is_what_the_methods_are(field: str, value: str, names
     [
         ("alibi", "0"),
         ("t5", f"{32 * 12} or by layer"),
-        ("kerple", f"{2 * 12} or by layer"),
+        ("kerple", f"{2 * 12} a layer"),
         ("fire", f"{32 + 32 + 32 * 12 + 12 + 2} or by layer"),
-        ("shaw", f"{(2 * 16 + 1) * 64:,} or by layer"),
-        ("transformer_xl", f"{2 * 768 + 768 * 768:,} or by layer"),
+        ("shaw", f"{(2 * 16 + 1) * 64:,} a layer"),
+        ("transformer_xl", f"{2 * 768 + 768 * 768:,} a layer"),
         ("learned", f"{1024 * 768:,}"),
         ("lerope", "32 or by layer"),
     ],
@@ -124,7 +130,9 @@ def test_a_new_encoding_gets_an_entry_by_being_asked() -> None:
         models="causal, bidirectional",
         zero_shot="none",
         numbers="1",
+        cost="pair",
         start="no positions",
+        exports="none",
     )
     assert entry_of(New) == expected
     assert torch.equal(torch.random.get_rng_state(), state)

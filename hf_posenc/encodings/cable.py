@@ -66,12 +66,12 @@ class Cable(EncodingConfig):
             Neutral value: minus infinity, which could not be trained.
         slopes: one positive number per head, in score per token, that b starts from instead, so that the start equals
             ALiBi with these slopes; None starts from `bias_init`.
-        per_layer: costs of its own for every layer, as published, instead of one set. Neutral value: False.
+        per_layer: costs of its own for every layer, as published, or one set for all.
     """
 
     bias_init: float = -5.0
     slopes: tuple[float, ...] | None = None
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "cable"
     label: ClassVar[str] = "Cable"

@@ -60,12 +60,12 @@ class CoPE(EncodingConfig):
         max_positions_counted: rows of the table, >= 2; whatever counts farther shares the last row.
         gates: what a key counts. `scaled`, as in the code of the paper: sigmoid of the score after the division by
             sqrt(head_dim), or `unscaled`, as in its equations: before it.
-        per_layer: a table for every layer, as published, instead of one for all. Neutral value: False.
+        per_layer: a table for every layer, as published, or one for all.
     """
 
     max_positions_counted: int = 64
     gates: str = "scaled"
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "cope"
     label: ClassVar[str] = "CoPE"

@@ -74,13 +74,13 @@ class FoPE(RotaryConfig):
         still_sines: the sine of pairs that do not turn, whose cosine is 1: `one`, as in the reference code, which turns
             them all by the same eighth and grows them by sqrt(2), or `zero`, which leaves them as they are.
         trainable: let the weights of the sums be trained. Neutral value: False, as published.
-        per_layer: sums of their own for every layer, as published, instead of one set for all. Neutral value: False.
+        per_layer: sums of their own for every layer, as published, or one set for all.
     """
 
     gain: float = 0.3
     still_sines: str = "one"
     trainable: bool = False
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "fope"
     label: ClassVar[str] = "FoPE"

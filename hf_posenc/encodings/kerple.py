@@ -77,12 +77,12 @@ class Kerple(EncodingConfig):
         kernel: `log`, the better one in the paper, or `power`.
         parametrization: how r1 and r2 stay positive. `softplus`: they are softplus of what is trained. `clamp`, as in
             the reference code: they are trained themselves and read as at least 0.01. The start is the same.
-        per_layer: numbers of its own for every layer, as published, instead of one set. Neutral value: False.
+        per_layer: numbers of its own for every layer, as published, or one set for all.
     """
 
     kernel: str = "log"
     parametrization: str = "softplus"
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "kerple"
     label: ClassVar[str] = "Kerple"

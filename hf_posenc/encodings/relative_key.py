@@ -96,12 +96,12 @@ class BertRelative(EncodingConfig):
             whatever the model does with its queries.
         max_position_embeddings: distances up to this number less one, in tokens, have a row; None takes the length of
             the model.
-        per_layer: a table for every layer, as in legacy checkpoints, instead of one for all. Neutral value: False.
+        per_layer: a table for every layer, as in legacy checkpoints, or one for all.
     """
 
     position_embedding_type: str = "relative_key"
     max_position_embeddings: int | None = None
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "bert_relative"
     label: ClassVar[str] = "BertRelative"

@@ -79,13 +79,13 @@ class Shaw(EncodingConfig):
         relative: what distances speak in: `keys` (the scores alone, as in BERT and wav2vec2_bert), or
             `keys_and_values`, as published: the output as well. The latter computes its attention weights itself,
             which costs the speed and the memory of eager attention. The paper found no loss without values.
-        per_layer: a table for every layer, as published, instead of one for all. Neutral value: False.
+        per_layer: a table for every layer, as published, or one for all.
     """
 
     left: int = 16
     right: int = 16
     relative: str = "keys"
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "shaw"
     label: ClassVar[str] = "Shaw"

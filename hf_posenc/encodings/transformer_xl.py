@@ -77,12 +77,12 @@ class TransformerXL(EncodingConfig):
 
     Attributes:
         clamp_length: distances beyond this many tokens count as this one; None (neutral) tells all of them apart.
-        per_layer: u, v and W_r of its own for every layer, instead of one set; published with W_r by layer.
-            Neutral value: False.
+        per_layer: u, v and W_r of its own for every layer, or one set for all; published with W_r by layer and the
+            rest for all.
     """
 
     clamp_length: int | None = None
-    per_layer: bool = False
+    per_layer: bool = True
 
     name: ClassVar[str] = "transformer_xl"
     label: ClassVar[str] = "TransformerXL"

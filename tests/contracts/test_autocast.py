@@ -24,7 +24,6 @@ GIVERS = {
 def test_hooks_give_float32_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hook, config = GIVERS[name]
     model = posenc.patch(SUBJECTS["gpt2"].fresh(), config, verify=False)
-    module: Any = model.transformer.posenc
     given: list[torch.dtype] = []
 
     def noting(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +33,7 @@ def test_hooks_give_float32_under_autocast(name: str, monkeypatch: pytest.Monkey
 
         return called
 
-    monkeypatch.setattr(type(module), hook, noting(getattr(type(module), hook)))
+    monkeypatch.setattr(config.module, hook, noting(getattr(config.module, hook)))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         model(input_ids=tokens(1, 12))
     assert set(given) == {torch.float32}

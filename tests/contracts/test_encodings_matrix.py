@@ -61,7 +61,9 @@ def own(model: nn.Module) -> list[nn.Parameter]:
 def trained(subject: str, name: str, per_layer: bool = False) -> PreTrainedModel:
     """A patched model whose encoding has left its start, at random."""
     fields: dict[str, Any] = {"trainable": True} if per_layer and name in FROZEN else {}
-    config = config_of(name, **fields, **({"per_layer": True} if per_layer else {}))
+    if hasattr(config_of(name), "per_layer"):
+        fields["per_layer"] = per_layer
+    config = config_of(name, **fields)
     model = posenc.patch(SUBJECTS[subject].fresh(), config, verify=False)
     torch.manual_seed(4)
     with torch.no_grad():

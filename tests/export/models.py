@@ -63,7 +63,7 @@ ENCODINGS = {
     "rope-proportional": _ENCODING("rope", partial_rotary_factor=0.5, scaling={"rope_type": "proportional"}),
     "rope-resonant": _ENCODING("rope", theta=500.0, scaling={"rope_type": "ntk", "factor": 2.0, "resonance": True}),
     "t5": _ENCODING("t5"),
-    "kerple": _ENCODING("kerple"),
+    "kerple": _ENCODING("kerple", per_layer=False),
     "t5-per-layer": _ENCODING("t5", per_layer=True),
     "t5-small": _ENCODING("t5", num_buckets=16),
 }
