@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from hf_posenc.errors import UnsupportedEncodingError
+from hf_posenc.positions import padding_mask
 
 
 class BoundedLayer(DynamicLayer):
@@ -137,9 +138,9 @@ def held_mask(cache: Any, mask: Tensor | None, shape: tuple[int, int]) -> Tensor
     gone, cache = evicted(cache), _own(cache)
     if not gone or (mask is None and cache.posenc_real is None):
         return mask
-    if mask is not None and mask.ndim != 2:
+    if mask is not None and padding_mask(mask) is None:
         raise UnsupportedEncodingError(
-            f"{gone} tokens have left the cache, and a mask of {mask.ndim} dimensions does not say which of its "
+            f"{gone} tokens have left the cache, and a mask that says what every query sees does not say which of its "
             "columns are left; pass a padding mask over the whole text, (batch, tokens)."
         )
     real, positions = cache.posenc_real, cache.posenc_positions
@@ -165,7 +166,7 @@ def evict(cache: Any, visible: tuple[int, int], mask: Tensor | None) -> None:
     if not layers or any(type(layer) not in (DynamicLayer, BoundedLayer) for layer in layers):
         return
     held, capacity, gone = layers[0].keys.shape[-2], sum(visible), evicted(cache)
-    if held <= capacity or (mask is not None and mask.ndim != 2):
+    if held <= capacity or (mask is not None and padding_mask(mask) is None):
         return
     positions = cache.posenc_positions[:, -held:]
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask[:, gone : gone + held] != 0

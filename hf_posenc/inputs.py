@@ -23,11 +23,16 @@ from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
 from hf_posenc.interposer import CACHE_ARGUMENTS, check_backend, uses_key_positions
 from hf_posenc.joint import Joint
-from hf_posenc.positions import Positions, carried, carrying, resolve, within_documents
+from hf_posenc.positions import Positions, carried, carrying, padding_mask, resolve, within_documents
 
 DOCUMENTS = "document_ids"
 """Keyword of every patched model's forward, (b, n) int64: tokens of a row with equal numbers are one text and see no
 other. Positions start again in each, unless `position_ids` say otherwise."""
+_UNHEARD = {
+    **dict.fromkeys(("layer_past", "past_key_value"), "pass the cache as past_key_values"),
+    "decoder_position_ids": "positions count the tokens that decoder_attention_mask shows",
+}
+"""Keywords that a model may take for further ones, which reach nobody, and what to do instead."""
 
 
 class PositionTable(nn.Module):
@@ -119,7 +124,8 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "posenc_family" not in self.__dict__:  # no body
-            if kwargs.get(DOCUMENTS) is not None and getattr(self.config, "is_encoder_decoder", False):
+            packed = kwargs.get(DOCUMENTS) is not None or kwargs.get(f"decoder_{DOCUMENTS}") is not None
+            if packed and getattr(self.config, "is_encoder_decoder", False):
                 raise ConfigError("document_ids say of one stack who sees whom; an encoder-decoder takes none.")
             held = {name: kwargs.pop(name) for name in dropped if name in kwargs}  # a head would drop them
             if not held:
@@ -130,6 +136,9 @@ def positioned_forward(stock: type[nn.Module]) -> Callable[..., Any]:
         with joint.running(self):
             encoding = joint.encoding
         kwargs.update(zip(parameters, args, strict=False))
+        for name in _UNHEARD.keys() & kwargs.keys() - set(parameters):
+            if kwargs[name] is not None:
+                raise ConfigError(f"{stock.__name__} would drop {name} without a word; {_UNHEARD[name]}.")
         for name, value in getattr(_asked, "inputs", {}).items():
             if kwargs.get(name) is None:
                 kwargs[name] = value
@@ -258,7 +267,8 @@ def _positions(
     documents: Tensor | None,
 ) -> Positions:
     """Return the positions of the new tokens and, where they matter, of the cached ones before them."""
-    mask, explicit, ids = kwargs.get("attention_mask"), kwargs.get("position_ids"), kwargs.get("input_ids")
+    mask = padding_mask(kwargs.get("attention_mask"))
+    explicit, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
     past_length = cache.get_seq_length() if cache is not None else 0
     if model.posenc_family.counts_padding:
         padding = model.config.pad_token_id
@@ -266,11 +276,11 @@ def _positions(
         if mask is None and ids is not None and cache is None:
             mask = ids.ne(padding)
     if documents is not None and explicit is None:
-        explicit = within_documents(documents, mask if mask is not None and mask.ndim == 2 else None)
+        explicit = within_documents(documents, mask)
     past = None
     if keys_matter and cache is not None:
         past_length = int(past_length)
-        covers = mask is not None and mask.ndim == 2 and mask.shape[-1] >= past_length + length
+        covers = mask is not None and mask.shape[-1] >= past_length + length
         past = remembered(cache, past_length)
         if past is None:
             past = resolve(

@@ -32,6 +32,7 @@ from hf_posenc.positions import Positions, carried
 from hf_posenc.scores import (
     Output,
     Scores,
+    additive,
     exactly,
     fitted,
     fitted_gates,
@@ -259,6 +260,8 @@ def posenc_attention(
     if not caches_bare_keys(encoding):
         query = encoding.rotate(query, positions.query)
     if not spelled:
+        if backend == "eager" and attention_mask is not None:
+            attention_mask = additive(attention_mask, query.dtype)
         return stock(module, tempered(query, factor), key, value, attention_mask, **kwargs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, _: Tensor) -> Output:

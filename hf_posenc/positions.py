@@ -99,6 +99,15 @@ def from_mask(mask: Tensor) -> Tensor:
     return (mask != 0).long().cumsum(-1).sub_(1).clamp_(min=0)
 
 
+def padding_mask(mask: Any) -> Tensor | None:
+    """Return a mask that says which tokens are padding, (b, n), and None in place of any other.
+
+    Others say of every query what it sees, in four dimensions or as a dict of such masks by type of layer, and nothing
+    of positions.
+    """
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
 def within_documents(document_ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return positions that start again in every text packed into a row.
 
@@ -146,7 +155,7 @@ def resolve(
     """
     if position_ids is not None:
         return (position_ids if position_ids.ndim > 1 else position_ids[None]).to(device=device, dtype=torch.long)
-    if mask is not None and mask.ndim == 2:
+    if (mask := padding_mask(mask)) is not None:
         start = int(past_length)
         if mask.shape[-1] < start + length:
             raise ConfigError(

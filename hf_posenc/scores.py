@@ -80,6 +80,16 @@ def tempered(states: Tensor, factor: Tensor | None) -> Tensor:
     return states if factor is None else states * factor[..., None].to(states.dtype)
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores, of any shape, for one that may be boolean, with True on what is seen.
+
+    Stock attention functions that add their mask take True for a one, where a boolean mask comes from outside.
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
 class Scores:
     """What is added to the scaled scores of one call: bias, padding and causality together.
 
@@ -164,9 +174,7 @@ class Scores:
         elif self.triangle:
             mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(key.device)
         mask = self._within_documents(mask, rows, keys)
-        if mask is not None and mask.dtype == torch.bool:
-            lowest = torch.finfo(torch.float32).min
-            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, lowest)
+        mask = None if mask is None else additive(mask, torch.float32)
         total = bias if mask is None else mask if bias is None else bias + mask
         # cast first: the lowest number of one format is infinite in another
         return None if total is None else total.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
