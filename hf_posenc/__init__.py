@@ -14,6 +14,7 @@ from hf_posenc.evaluation import (
     masked_perplexity_by_length,
     perplexity_by_length,
     perplexity_by_position,
+    retrieval_by_length,
     seq2seq_perplexity_by_length,
 )
 from hf_posenc.export import export_native
@@ -62,6 +63,7 @@ __all__ = [
     "plan",
     "register_encoding",
     "register_family",
+    "retrieval_by_length",
     "seq2seq_perplexity_by_length",
     "set_model_max_length",
     "unpatch",

@@ -51,3 +51,15 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int = 0) -> tuple[n
         means.append((times @ sums) / (totals if sums.ndim == 1 else totals[:, None]))
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975], axis=0)
     return low, high
+
+
+def wilson(hits: float, trials: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `trials` independent trials (Wilson 1927), within 0 and 1.
+
+    Unlike a bootstrap it does not call a share of 0 or 1 certain. Trials that count by parts make it too wide.
+    """
+    z, share = 1.959964, hits / trials
+    middle = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z * z / trials
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
