@@ -1,4 +1,4 @@
-"""The `hf-posenc` command: list, inspect, diagnose, patch, finetune, evaluate, export, push, card, quickstart."""
+"""The `hf-posenc` command: one function for each of its subcommands."""
 
 from __future__ import annotations
 
@@ -197,6 +197,14 @@ def finetune(context: typer.Context) -> None:
 def evaluate(context: typer.Context) -> None:
     """Measure several saved models into one table and one plot; `hf-posenc evaluate --help` lists the flags."""
     from hf_posenc.report.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def retrieve(context: typer.Context) -> None:
+    """Measure what saved models find in texts of growing length; `hf-posenc retrieve --help` lists the flags."""
+    from hf_posenc.report.retrieval_command import main as run
 
     raise typer.Exit(run(context.args))
 

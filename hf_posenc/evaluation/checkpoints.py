@@ -1,4 +1,4 @@
-"""Evaluation of saved models: one curve for each model and protocol, all on the same texts."""
+"""Evaluation of saved models: the same texts or tasks for each, one model in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.masked import masked_perplexity_by_length
 from hf_posenc.evaluation.perplexity import perplexity_by_length
 from hf_posenc.evaluation.protocols import NONOVERLAPPING, PSEUDO, protocol_named, shown_together
+from hf_posenc.evaluation.retrieval import check_settings, retrieval_by_length
+from hf_posenc.evaluation.retrieval_grid import RetrievalGrid
+from hf_posenc.evaluation.retrieval_tasks import task_named
 from hf_posenc.evaluation.subject import check_batch_size, check_lengths
 
 if TYPE_CHECKING:
@@ -59,10 +62,9 @@ def evaluate_checkpoints(
         protocol.strides(check_lengths(lengths), stride if protocol.stride else None)
         protocol.bos(bos_policy)
     check_batch_size(batch_size)
-    device = processes.device if processes is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     curves = []
     for label, path in models.items():
-        model, tokenizer = _load(path, device, masked=names == [PSEUDO])
+        model, tokenizer = _load(path, processes, masked=names == [PSEUDO])
         shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "name": label}
         shared |= {"processes": processes, "partial": partial}
         for name in names:
@@ -75,7 +77,47 @@ def evaluate_checkpoints(
     return curves
 
 
-def _load(path: str, device: torch.device, *, masked: bool) -> tuple[Any, Any]:
+def retrieve_checkpoints(
+    models: Mapping[str, str],
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    depths: Sequence[float],
+    trials: int,
+    digits: int,
+    seed: int,
+    **shared: Any,
+) -> list[RetrievalGrid]:
+    """Measure how often each model (name -> folder or Hub id) finds what texts hold; as `evaluate_checkpoints` loads.
+
+    Args:
+        models: the name in tables and plots -> where the model is saved.
+        tasks: names of tasks, each once.
+        lengths, depths, trials, digits, seed: as in `retrieval_by_length`.
+        shared: its `haystack`, `batch_size`, `processes` and `partial`.
+
+    Returns:
+        The grids, models in the order given, for each model its tasks.
+
+    Raises:
+        CheckpointError: a model or its tokenizer cannot be loaded.
+        PosencError: as in `retrieval_by_length`.
+    """
+    names = [task_named(task).name for task in dict.fromkeys(tasks)]  # before the first model is loaded
+    check_lengths(lengths)
+    check_settings(depths, trials, digits, seed)
+    check_batch_size(shared.get("batch_size", 1))
+    settings: dict[str, Any] = {"depths": depths, "trials": trials, "digits": digits, "seed": seed}
+    grids = []
+    for label, path in models.items():
+        model, tokenizer = _load(path, shared.get("processes"), masked=False)
+        for name in names:
+            grids.append(retrieval_by_length(model, tokenizer, lengths, task=name, name=label, **settings, **shared))
+    return grids
+
+
+def _load(path: str, processes: PartialState | None, *, masked: bool) -> tuple[Any, Any]:
+    device = processes.device if processes is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: Any
     dtype = torch.float32 if device.type == "cpu" else "auto"
     kind, called = (AutoModelForMaskedLM, "masked") if masked else (AutoModelForCausalLM, "causal")

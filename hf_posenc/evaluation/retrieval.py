@@ -84,7 +84,7 @@ def retrieval_by_length(
     """
     ordered, chosen = check_lengths(lengths), task_named(task)
     check_batch_size(batch_size)
-    _check_settings(depths, trials, digits, seed)
+    check_settings(depths, trials, digits, seed)
     pieces = Pieces(tokenizer)
     texts = NOISE if haystack is None else [*sentences_of(_checked(haystack))]
     places = sorted(set(map(float, depths))) if chosen.placed else []
@@ -113,7 +113,8 @@ def retrieval_by_length(
     )
 
 
-def _check_settings(depths: Sequence[float], trials: int, digits: int, seed: int) -> None:
+def check_settings(depths: Sequence[float], trials: int, digits: int, seed: int) -> None:
+    """Raise `ConfigError` for a value that is none; the arguments are those of `retrieval_by_length`."""
     if not depths or any(isinstance(depth, bool) or not 0 <= depth <= 1 for depth in depths):
         raise ConfigError(f"depths must be numbers from 0 (start of the text) to 1 (its end); got {list(depths)!r}.")
     for field, value, least in (("trials", trials, 1), ("digits", digits, 1), ("seed", seed, 0)):
