@@ -61,19 +61,16 @@ def retrieval_by_length(
 ) -> RetrievalGrid:
     """Measure how often a causal language model, patched or not, finds what texts of each of these lengths hold.
 
-    Prompt and answer together have exactly `length` tokens, so that a model of that many positions can take them. The
-    answer counts as found if it is what the model writes, taking the most probable token each time. All models with
-    the same tokenizer get the same prompts, and batch size and number of processes change nothing but rounding.
+    Prompt and answer together have exactly `length` tokens. The answer counts as found if it is what the model writes,
+    taking the most probable token each time. Models with the same tokenizer get the same prompts.
 
     Args:
         lengths: tokens of prompt and answer; sorted, duplicates dropped.
         task: a name in `retrieval_tasks.TASKS`, such as "passkey", "multi_key", "variable_tracking".
         depths: where in the text the answer is to stand, 0 to 1; tasks without one place do not use them.
-        trials: prompts at each length and depth; without depths, at each length.
-        digits: digits of each number; all numbers of a trial take the same number of tokens.
+        trials, digits: prompts at each length and depth; digits of each number, whatever tokens they take.
         haystack: texts that hide the answers, in place of a simple filler.
-        seed: of keys, words and filler.
-        batch_size: prompts in one forward pass.
+        seed, batch_size: of keys, words and filler; prompts in one forward pass, which changes only rounding.
         name, processes, partial: as in `perplexity_by_length`.
 
     Raises:
@@ -82,19 +79,17 @@ def retrieval_by_length(
         UnsupportedFamilyError: the model is not a causal language model.
         OutputError: `partial` cannot be written to.
     """
-    ordered, chosen = check_lengths(lengths), task_named(task)
-    check_batch_size(batch_size)
     check_settings(depths, trials, digits, seed)
-    pieces = Pieces(tokenizer)
-    texts = NOISE if haystack is None else [*sentences_of(_checked(haystack))]
+    check_batch_size(batch_size)
+    ordered, chosen = check_lengths(lengths), task_named(task)
     places = sorted(set(map(float, depths))) if chosen.placed else []
+    pieces, texts = Pieces(tokenizer), NOISE if haystack is None else _sentences(haystack)
     exam = Exam(chosen, pieces, Hay(pieces, texts, most=ordered[-1]), places or [None], trials, digits, seed)
     _check_vocabulary(exam.papers(ordered[0]), model)
-    weights = model_hash(model)
-    run = {"model": weights or model_name(model), "protocol": task}
-    process = 0 if processes is None else processes.process_index
-    desk = _Desk(model, tokenizer, batch_size, processes, PartialScores(partial, run, process=process))
-    found, refused = desk.sit(exam, ordered)
+    facts = _facts(model)
+    run = {"model": facts["model_hash"] or model_name(model), "protocol": task}
+    kept = PartialScores(partial, run, process=0 if processes is None else processes.process_index)
+    found, refused = _Desk(model, tokenizer, batch_size, processes, kept).sit(exam, ordered)
     return RetrievalGrid(
         name=name or model_name(model),
         task=task,
@@ -106,11 +101,18 @@ def retrieval_by_length(
         digits=digits,
         seed=seed,
         text_hash=None if haystack is None else hashlib.sha256("".join(texts).encode()).hexdigest(),
-        trained_length=trained_length(model),
-        model_hash=weights,
-        dtype=dtype_name(model),
-        versions=versions(),
+        **facts,
     )
+
+
+def _facts(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a grid that say what was measured."""
+    return {
+        "trained_length": trained_length(model),
+        "model_hash": model_hash(model),
+        "dtype": dtype_name(model),
+        "versions": versions(),
+    }
 
 
 def check_settings(depths: Sequence[float], trials: int, digits: int, seed: int) -> None:
@@ -122,10 +124,10 @@ def check_settings(depths: Sequence[float], trials: int, digits: int, seed: int)
             raise ConfigError(f"{field} must be an integer of at least {least}; got {value!r}.")
 
 
-def _checked(haystack: Sequence[str]) -> Sequence[str]:
+def _sentences(haystack: Sequence[str]) -> tuple[str, ...]:
     if isinstance(haystack, str) or not all(isinstance(text, str) for text in haystack):
         raise DataError("haystack must be a list of texts; put a single text into a list.")
-    return haystack
+    return tuple(sentences_of(haystack))
 
 
 def _check_vocabulary(papers: list[Paper], model: nn.Module) -> None:
