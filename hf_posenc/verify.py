@@ -20,9 +20,9 @@ from hf_posenc.forms import form_of
 from hf_posenc.interposer import CACHE_ARGUMENTS
 from hf_posenc.planning import PatchPlan
 from hf_posenc.surgery import record_of
+from hf_posenc.trial import TOLERANCE
 
 TOKENS = 16
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 POSITIONAL = ("embed", "remap", "rotate", "rotate_key", "bias", "score", "output_bias")
 """Hooks through which positions reach a model; one that overrides none of them has none, and means it."""
 HALF_TOLERANCE = 0.1
