@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import image
+from matplotlib.figure import Figure
 from rich.console import Console, Group
 
 from hf_posenc import plots, report
@@ -20,6 +21,7 @@ from hf_posenc.errors import DataError, OutputError, OutputExistsError
 from hf_posenc.evaluation import LengthCurve, PositionCurve
 from tests.evaluation.models import curve_of
 
+FILES = {"result.json", "table.txt", "perplexity.png", "perplexity.svg", "index.html", "curves.csv", "curves.jsonl"}
 REASON = "no position 129: learned table has 128 rows for positions"
 
 
@@ -93,7 +95,7 @@ def test_protocols_stand_side_by_side_on_the_same_texts_only(curves: list[Length
     text = rendered(report.length_table([*curves, *sliding]))
     assert text.count("│ nonoverlapping ") == text.count("│ sliding ") == 2
     assert "windows sliding by 64 to 256 tokens; 1,000 tokens scored" in text
-    assert "tokens with little context" in text
+    assert "they have little context" in text
     with pytest.raises(DataError, match="differ in text_hash"):
         report.length_table([*curves, dataclasses.replace(sliding[0], text_hash="1")])
     report.length_table([*curves, dataclasses.replace(sliding[0], text_hash="1", protocol="longlora")])  # one stream
@@ -109,9 +111,9 @@ def test_the_mean_of_an_origin_has_a_row_that_says_what_it_is() -> None:
 def test_a_plot_of_two_protocols_keeps_the_colour_of_a_model(
     curves: list[LengthCurve], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[plots.Figure] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: kept.append(figure))
-    plots.plot_lengths([*curves, *(dataclasses.replace(item, protocol="sliding") for item in curves)], "unused.png")
+    kept: list[Figure] = []
+    monkeypatch.setattr(plots.lengths, "save", lambda figure, path: kept.append(figure))
+    plots.plot_lengths([*curves, *(dataclasses.replace(item, protocol="sliding") for item in curves)], "unused")
     lines = [line for line in kept[0].axes[0].lines if line.get_marker() not in ("x", "None")]
     assert [line.get_linestyle() for line in lines] == ["--", "--", "-", "-"]
     assert [line.get_color() for line in lines[:2]] == [line.get_color() for line in lines[2:]]
@@ -133,7 +135,7 @@ def test_curves_need_names_of_their_own_and_there_must_be_some(curves: list[Leng
 
 def test_a_report_can_be_read_back_and_is_never_overwritten(curves: list[LengthCurve], tmp_path: Path) -> None:
     folder = report.write_report(curves, tmp_path / "deep" / "out", seed=3, corpus={"documents": 1})
-    assert {path.name for path in folder.iterdir()} == {"result.json", "table.txt", "perplexity.png"}
+    assert {path.name for path in folder.iterdir()} == FILES
     assert report.read_curves(folder) == curves
     payload = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     assert (payload["seed"], payload["corpus"]) == (3, {"documents": 1})
@@ -161,9 +163,9 @@ def test_an_infinite_perplexity_still_makes_json() -> None:
 
 
 def test_the_plot_draws_each_line_to_where_it_ends(curves: list[LengthCurve], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[plots.Figure] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: kept.append(figure))
-    plots.plot_lengths(curves, "unused.png")
+    kept: list[Figure] = []
+    monkeypatch.setattr(plots.lengths, "save", lambda figure, path: kept.append(figure))
+    plots.plot_lengths(curves, "unused")
     axes = kept[0].axes[0]
     lines = [(list(line.get_xdata()), line.get_marker()) for line in axes.lines]
     assert ([128, 256, 512], "o") in lines
@@ -178,7 +180,7 @@ def test_the_plot_draws_each_line_to_where_it_ends(curves: list[LengthCurve], mo
 def test_plots_are_images_even_of_nothing(curves: list[LengthCurve], tmp_path: Path) -> None:
     nothing = curve("nothing", {}, refused=dict.fromkeys((128, 256, 512), REASON))
     for name, group in (("both", curves), ("none", [nothing])):
-        pixels = image.imread(plots.plot_lengths(group, tmp_path / f"{name}.png"))
+        pixels = image.imread(plots.plot_lengths(group, tmp_path / name)[0])
         assert pixels.shape[0] > 500
         assert pixels.std() > 0.01  # not blank
 
@@ -199,13 +201,13 @@ def test_the_position_plot_is_an_image(tmp_path: Path) -> None:
         dtype="float32",
         versions={},
     )
-    assert image.imread(plots.plot_positions([positions], tmp_path / "p.png")).std() > 0.01
+    assert image.imread(plots.plot_positions([positions], tmp_path / "p")[0]).std() > 0.01
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=12))
 def test_labels_stand_apart_in_order_and_stay_put_where_there_is_room(wanted: list[float]) -> None:
     wanted = sorted(wanted)
-    placed = plots._apart(wanted, 10.0)
+    placed = plots.canvas.apart(wanted, 10.0)
     assert all(right - left >= 10.0 - 1e-6 for left, right in pairwise(placed))
     assert sum(placed) == pytest.approx(sum(wanted), abs=1e-6)  # moved both ways, not all up
     if all(right - left >= 10.0 for left, right in pairwise(wanted)):

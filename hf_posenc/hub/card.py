@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_posenc.config import ENCODINGS
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve
-from hf_posenc.report import PLOT_NAME, RESULT_NAME, describe_protocol
+from hf_posenc.report import PLOT_NAME, RESULT_NAME, by_protocol, describe_protocol, length_grid
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 AUTO = {
@@ -72,7 +72,7 @@ def model_card(
         curves=curves,
         plot=PLOT_NAME,
         table=_curve_table(curves),
-        protocol=describe_protocol(curves) if curves else "",
+        protocols=[f"`{name}`: {describe_protocol(group)}" for name, group in by_protocol(curves).items()],
         trained_length=curves[0].trained_length if curves else None,
         recovery=_recovery_table(result),
         budget=result.get("budget"),
@@ -196,19 +196,12 @@ def _evaluation(curve: LengthCurve, length: int, result: Mapping[str, Any]) -> E
 
 
 def _curve_table(curves: list[LengthCurve]) -> str:
-    lengths = sorted({length for curve in curves for length in curve.lengths})
-    rows = [["model", *(f"{length:,}" for length in lengths)], ["---", *("---:" for _ in lengths)]]
-    reasons: dict[str, None] = {}
-    several = len({curve.protocol for curve in curves}) > 1
-    for curve in curves:
-        cells = []
-        for length in lengths:
-            if length in curve.refused:
-                reasons[f"{curve.name} at {length:,}: {curve.refused[length]}"] = None
-            cells.append(f"{curve.ppl[length]:,.2f}" if length in curve.ppl else "none")
-        rows.append([f"{curve.name}, {curve.protocol}" if several else curve.name, *cells])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([table, *(["", *(f"- {reason}" for reason in reasons)] if reasons else [])])
+    if not curves:
+        return ""
+    grid = length_grid(curves)
+    rule = ["---"] * grid.words + ["---:"] * (len(grid.headings) - grid.words)
+    table = [f"| {' | '.join(row)} |" for row in (grid.headings, rule, *grid.rows)]
+    return "\n".join([*table, *(line for note in grid.notes for line in ("", note))])
 
 
 def _recovery_table(result: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from hf_posenc.evaluation.diagnosis import Diagnosis
 from hf_posenc.evaluation.score_terms import TERMS
-from hf_posenc.plots import COLOURS, GREY, STYLE
+from hf_posenc.plots import COLOURS, GREY, STYLE, save
 
 _WORDS = ("words with words", "words with places", "places with words", "places with places")
 _BESIDE = {"fontsize": 8.5, "frameon": False}
@@ -31,7 +31,7 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path | str) -> list[Path]:
         for index, panel in enumerate(panels):
             panel(figure.add_subplot(deep, wide, index + 1), diagnosis)
         figure.suptitle(f"{diagnosis.name}: {diagnosis.kind}", x=0.01, ha="left", fontweight="bold", fontsize=13)
-        return _save(figure, Path(path))
+        return save(figure, path)
 
 
 def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
@@ -58,7 +58,7 @@ def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
         for axes in (moved, shares, alike):
             if axes.lines:
                 axes.legend(**_BESIDE)
-        return _save(figure, Path(path))
+        return save(figure, path)
 
 
 def _page(wide: float, high: float) -> Figure:
@@ -68,14 +68,6 @@ def _page(wide: float, high: float) -> Figure:
 
 def _cycle(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
-
-
-def _save(figure: Figure, path: Path) -> list[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
-    for target, stamp in zip(paths, ("Software", "Date"), strict=True):
-        figure.savefig(target, metadata={stamp: None})
-    return paths
 
 
 def _count_in_twos(axes: Axes) -> None:

@@ -234,7 +234,8 @@ def test_the_command_works_where_no_hub_is(folder: Path, tmp_path: Path, capsys:
     assert main([str(folder), ID, "--dry_run", str(upload), "--curves", str(curves)]) == 0
     assert f"{ID}: private, no licence is known" in capsys.readouterr().out
     card = ModelCard.load(upload / "README.md")
-    assert f"{describe_protocol([curve])}. Trained length: 64 tokens." in card.text
+    assert f"- `nonoverlapping`: {describe_protocol([curve])}.\n" in card.text
+    assert "Trained length: 64 tokens." in card.text
     measured = {result.metric_name.split()[2]: result.metric_value for result in card.data.eval_results}
     assert measured == {str(length): round(curve.ppl[length], 4) for length in (64, 128)}
     assert (upload / "perplexity.png").read_bytes() == (curves / "perplexity.png").read_bytes()

@@ -1,0 +1,117 @@
+"""One number against the length of the window: a line for each model and protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context, ticker
+from matplotlib.axes import Axes
+
+from hf_posenc.evaluation import LengthCurve
+from hf_posenc.plots.canvas import (
+    COLOURS,
+    MARKERS,
+    STYLE,
+    End,
+    canvas,
+    head,
+    label_lines,
+    length_axis,
+    mark_trained,
+    rule,
+    save,
+)
+from hf_posenc.plots.quantities import PERPLEXITY, Quantity, finite
+from hf_posenc.plots.ticks import in_short, value_ticks
+
+_DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+_DASH_NAMES = ("solid", "dashed", "dotted", "dash-dotted")
+
+
+def plot_lengths(
+    curves: Sequence[LengthCurve],
+    path: Path | str,
+    *,
+    title: str = "Perplexity against length",
+    quantity: Quantity = PERPLEXITY,
+) -> list[Path]:
+    """Draw a quantity against window length; return the PNG and the SVG, `path` with these endings.
+
+    One line a model with its 95 % band over documents; the trained lengths are marked; a model that cannot go further
+    ends in a cross that says where. Of several protocols the last is drawn solid, the others broken, in the model's
+    colour.
+    """
+    colours = {name: index for index, name in enumerate(dict.fromkeys(curve.name for curve in curves))}
+    protocols = list(dict.fromkeys(curve.protocol for curve in curves))[::-1]
+    with rc_context(STYLE):
+        figure, axes = canvas()
+        axes.set_yscale("log" if quantity.log else "linear")
+        for curve in curves:
+            dashes = _DASHES[protocols.index(curve.protocol) % len(_DASHES)]
+            _draw(axes, curve, quantity, colours[curve.name], dashes)
+        length_axis(axes, sorted({length for curve in curves for length in curve.lengths}))
+        _value_axis(axes, quantity)
+        mark_trained(axes, sorted({curve.trained_length for curve in curves if curve.trained_length}))
+        head(axes, title, _note(curves, protocols, quantity))
+        axes.set_xlabel("window length in tokens")
+        axes.set_ylabel(quantity.axis)
+        solid = [curve for curve in curves if curve.protocol == protocols[0]]
+        label_lines(figure, axes, _ends(solid, quantity, colours))
+        return save(figure, path)
+
+
+def stops(curve: LengthCurve) -> bool:
+    """Whether the model has values, and was refused at a length beyond the last of them."""
+    return bool(curve.ppl) and max(curve.refused, default=0) > max(curve.ppl)
+
+
+def _draw(axes: Axes, curve: LengthCurve, quantity: Quantity, index: int, dashes: Any) -> None:
+    values = finite(quantity.values(curve))
+    if not values:
+        return
+    colour = COLOURS[index % len(COLOURS)]
+    look: Any = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linestyle": dashes}
+    axes.plot(list(values), list(values.values()), **look, markeredgecolor="white", markersize=5.5, linewidth=2)
+    intervals = quantity.intervals(curve)
+    bands = [(length, *ends) for length in values if (ends := intervals.get(length)) is not None]
+    if bands and dashes == _DASHES[0]:
+        at, low, high = zip(*bands, strict=True)
+        axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+    if stops(curve):
+        at, value = max(values.items())
+        axes.plot([at], [value], color=colour, marker="x", markersize=11, markeredgewidth=2.6, zorder=4)
+
+
+def _ends(curves: Sequence[LengthCurve], quantity: Quantity, colours: Mapping[str, int]) -> list[End]:
+    last = max(length for curve in curves for length in curve.lengths)
+    ends: list[End] = []
+    for curve in curves:
+        if values := finite(quantity.values(curve)):
+            at, value = max(values.items())
+            text = f"{curve.name}: stops at {at:,}" if stops(curve) else curve.name
+            ends.append((at, value, text, COLOURS[colours[curve.name] % len(COLOURS)], at == last))
+    return ends
+
+
+def _note(curves: Sequence[LengthCurve], protocols: Sequence[str], quantity: Quantity) -> str:
+    first = curves[0]
+    lines = zip(protocols, _DASH_NAMES * len(protocols), strict=False)
+    parts = [f"{dashes}: {protocol}" for protocol, dashes in lines] if len(protocols) > 1 else list(protocols)
+    counts = [count for curve in curves for count in curve.n_tokens.values()]
+    banded = any(ends is not None for curve in curves for ends in quantity.intervals(curve).values())
+    parts += [f"{max(counts, default=0):,} tokens in {first.n_documents:,} documents"]
+    parts += ["bands: 95 % over documents"] if banded else []
+    none = dict.fromkeys(curve.name for curve in curves if not quantity.values(curve))
+    parts += [f"no value: {', '.join(none)}"] if none else []
+    return " · ".join(parts)
+
+
+def _value_axis(axes: Axes, quantity: Quantity) -> None:
+    if not axes.lines:  # every model was refused everywhere: the note says so
+        axes.set_ylim(1.0, 10.0)
+    axes.yaxis.set_major_locator(ticker.FixedLocator(value_ticks(*axes.get_ylim(), log=quantity.log)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: in_short(value)))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    rule(axes)

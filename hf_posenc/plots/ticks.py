@@ -1,0 +1,25 @@
+"""Where an axis of values has its marks, and how they are written: the same on paper and on a page."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib import ticker
+
+
+def value_ticks(low: float, high: float, *, log: bool) -> list[float]:
+    """Return three to ten round numbers from `low` to `high`; on a logarithmic axis both are above 0."""
+    even = [float(tick) for tick in ticker.MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
+    if not log:
+        return even
+    steps = (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 4, 5, 7)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    inside = [tick for decade in decades for step in steps if low <= (tick := step * 10.0**decade) <= high]
+    if len(inside) > 10:
+        return [10.0**decade for decade in decades if low <= 10.0**decade <= high]
+    return inside if len(inside) >= 3 else even
+
+
+def in_short(value: float) -> str:
+    """Return a mark in plain figures: 1,000 and 0.25, and 1e+12 where figures would run on."""
+    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:g}"

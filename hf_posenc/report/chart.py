@@ -1,0 +1,173 @@
+"""A plot as plain numbers for the template of the page: places in an SVG, and the words that pointing shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_posenc.evaluation import LengthCurve
+from hf_posenc.plots.canvas import COLOURS, apart
+from hf_posenc.plots.lengths import stops
+from hf_posenc.plots.quantities import ACCURACY, BITS_PER_BYTE, GAIN, PERPLEXITY, RATIO, Quantity, finite
+from hf_posenc.plots.ticks import in_short, value_ticks
+from hf_posenc.report.comparability import tokenizers_differ
+from hf_posenc.report.table import in_figures
+
+WIDTH, HEIGHT = 920, 430
+LEFT, RIGHT, TOP, BOTTOM = 66, 190, 14, 46  # room around the lines, the right one for names
+_LABEL_HEIGHT = 16.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One curve in the SVG: `path` and `band` are path data, `dots` and `end` places, `cross` where it had to stop."""
+
+    model: int
+    protocol: int
+    colour: int
+    path: str
+    band: str
+    dots: list[tuple[float, float]]
+    end: tuple[float, float, str] | None
+    cross: tuple[float, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One quantity of one panel.
+
+    Attributes:
+        quantity: what is drawn.
+        lines: one a curve that has values.
+        x_ticks, y_ticks: (place, text).
+        trained: (place, length in words) of the trained lengths.
+        columns: for each length, what pointing at it shows, as plain JSON data.
+    """
+
+    quantity: Quantity
+    lines: list[Line]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    trained: list[tuple[float, str]]
+    columns: list[dict[str, object]]
+
+
+def charts(curves: Sequence[LengthCurve]) -> list[Chart]:
+    """Return one chart for each quantity that these curves share an axis in; none where nothing has a value.
+
+    Perplexity and what rests on it is left out where tokenizers differ, since it does not compare across them.
+    """
+    per_token = [] if tokenizers_differ(curves) else [PERPLEXITY]
+    wanted = [*per_token, BITS_PER_BYTE, RATIO, GAIN, ACCURACY]
+    return [_chart(curves, quantity) for quantity in wanted if any(finite(quantity.values(curve)) for curve in curves)]
+
+
+def _chart(curves: Sequence[LengthCurve], quantity: Quantity) -> Chart:
+    lengths = sorted({length for curve in curves for length in curve.lengths})
+    values = [value for curve in curves for value in finite(quantity.values(curve)).values()]
+    low, high = _around(min(values), max(values), log=quantity.log)
+    x = _scale(lengths[0] / 1.08, lengths[-1] * 1.08, LEFT, WIDTH - RIGHT, log=True)
+    y = _scale(low, high, HEIGHT - BOTTOM, TOP, log=quantity.log)
+    models = list(dict.fromkeys(curve.name for curve in curves))
+    protocols = list(dict.fromkeys(curve.protocol for curve in curves))[::-1]  # the last is drawn solid
+    numbers = [(curve, models.index(curve.name), protocols.index(curve.protocol)) for curve in curves]
+    ends = _ends([curve for curve in curves if curve.protocol == protocols[0]], quantity, lengths[-1], x, y)
+    trained = sorted({curve.trained_length for curve in curves if curve.trained_length})
+    return Chart(
+        quantity=quantity,
+        lines=[_line(curve, quantity, model, protocol, ends, x, y) for curve, model, protocol in numbers],
+        x_ticks=[(x(length), f"{length:,}") for length in lengths],
+        y_ticks=[(y(tick), in_short(tick)) for tick in value_ticks(low, high, log=quantity.log)],
+        trained=[(x(length), f"{length:,}") for length in trained if lengths[0] <= length <= lengths[-1]],
+        columns=[_column(curves, quantity, length, x(length)) for length in lengths],
+    )
+
+
+def _around(low: float, high: float, *, log: bool) -> tuple[float, float]:
+    """Return the ends of the axis, a little outside the values."""
+    if log:
+        room = max((high / low) ** 0.06, 1.02)
+        return low / room, high * room
+    room = max((high - low) * 0.06, abs(high) * 0.01, 1e-3)
+    return low - room, high + room
+
+
+def _scale(low: float, high: float, start: float, stop: float, *, log: bool) -> Callable[[float], float]:
+    """Return value -> place in the SVG, to a tenth of a pixel."""
+    bend: Callable[[float], float] = math.log if log else float
+    first, span = bend(low), bend(high) - bend(low)
+    return lambda value: round(start + (stop - start) * (bend(value) - first) / span, 1)
+
+
+def _line(
+    curve: LengthCurve,
+    quantity: Quantity,
+    model: int,
+    protocol: int,
+    ends: dict[str, tuple[float, float, str]],
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> Line:
+    values = finite(quantity.values(curve))
+    dots = [(x(length), y(value)) for length, value in values.items()]
+    intervals = quantity.intervals(curve)
+    bands = [(x(length), y(ends_[0]), y(ends_[1])) for length in values if (ends_ := intervals.get(length))]
+    outline = [(at, low) for at, low, _ in bands] + [(at, high) for at, _, high in bands[::-1]]
+    return Line(
+        model=model,
+        protocol=protocol,
+        colour=model % len(COLOURS),
+        path=_path(dots),
+        band=_path(outline) + "Z" if len(bands) > 1 and protocol == 0 else "",
+        dots=dots,
+        end=ends.get(curve.name) if protocol == 0 else None,
+        cross=dots[-1] if dots and stops(curve) else None,
+    )
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:g} {y:g}" for x, y in places) if places else ""
+
+
+def _ends(
+    curves: Sequence[LengthCurve],
+    quantity: Quantity,
+    longest: int,
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> dict[str, tuple[float, float, str]]:
+    """Return where each model's name stands, beside the end of its line, and what it says."""
+    found: dict[str, tuple[float, float, str]] = {}
+    lasts = {curve.name: max(values.items()) for curve in curves if (values := finite(quantity.values(curve)))}
+    stopped = {curve.name for curve in curves if stops(curve)}
+    for at_edge in (True, False):
+        names = [name for name, (length, _) in lasts.items() if (length == longest) is at_edge]
+        names.sort(key=lambda name: y(lasts[name][1]))
+        # A line that stops has others going on beside it: its name stands below, where there is room.
+        drop = 0.0 if at_edge else _LABEL_HEIGHT
+        heights = apart([y(lasts[name][1]) + drop for name in names], _LABEL_HEIGHT)
+        for name, height in zip(names, heights, strict=True):
+            text = f"{name}: stops at {lasts[name][0]:,}" if name in stopped else name
+            found[name] = (x(lasts[name][0]) + 10, round(height, 1), text)
+    return found
+
+
+def _column(curves: Sequence[LengthCurve], quantity: Quantity, length: int, place: float) -> dict[str, object]:
+    """Return what pointing at a length shows: a row a model, a cell a protocol, and why a value is missing."""
+    models = list(dict.fromkeys(curve.name for curve in curves))
+    protocols = list(dict.fromkeys(curve.protocol for curve in curves))[::-1]
+    texts = {(curve.name, curve.protocol): _text(curve, quantity, length) for curve in curves}
+    rows = [
+        {"model": index, "name": name, "cells": [texts.get((name, protocol), "") for protocol in protocols]}
+        for index, name in enumerate(models)
+    ]
+    reasons = [f"{curve.name}: {curve.refused[length]}" for curve in curves if length in curve.refused]
+    return {"x": place, "title": f"{length:,} tokens", "rows": rows, "reasons": list(dict.fromkeys(reasons))}
+
+
+def _text(curve: LengthCurve, quantity: Quantity, length: int) -> str:
+    value = quantity.values(curve).get(length)
+    if value is None:
+        return "none" if length in curve.refused else ""
+    return in_figures(value, quantity.decimals)

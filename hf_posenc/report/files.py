@@ -1,0 +1,68 @@
+"""The folder of a result: refused where it holds another one, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.errors import OutputError, OutputExistsError
+from hf_posenc.provenance import versions
+
+RESULT_NAME = "result.json"
+PLOT_NAME = "perplexity.png"
+TABLE_NAME = "table.txt"
+_SCHEMA = 2
+
+
+def result_header(*, seed: int | None, corpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what every `result.json` begins with.
+
+    Args:
+        seed: the seed of the run, None where nothing was random.
+        corpus: what identifies the texts, such as `data.describe(documents)`.
+    """
+    return {
+        "schema": _SCHEMA,
+        "seed": seed,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "corpus": dict(corpus or {}),
+    }
+
+
+def write_result(path: Path | str, payload: Mapping[str, Any]) -> Path:
+    """Write JSON with sorted keys, whole or not at all, and return its path. Folders are made as needed.
+
+    Raises:
+        ValueError: the payload holds NaN or an infinity, which JSON has no word for.
+    """
+    path = Path(path)
+    text = json.dumps(payload, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, path)  # a reader, or a run that is killed, never sees half a result
+    return path
+
+
+def check_output(folder: Path | str) -> Path:
+    """Return `folder` as a path if it is free to write to.
+
+    Raises:
+        OutputExistsError: it already holds a result, which would be mixed with the new one.
+        OutputError: it cannot be written to.
+    """
+    folder = Path(folder)
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if above != folder and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise OutputError(f"{folder} cannot be made: {above} is no folder that can be written to.")
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{folder} cannot be written to. Give another output folder.")
+    if folder.exists() and (not folder.is_dir() or (folder / RESULT_NAME).exists()):
+        raise OutputExistsError(f"{folder} already holds a result. Give another output folder, or remove this one.")
+    return folder
