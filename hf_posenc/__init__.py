@@ -27,6 +27,7 @@ from hf_posenc.length import max_length, set_model_max_length
 from hf_posenc.modeling import when_written as _when_written
 from hf_posenc.patching import discover, is_patched, patch, plan, unpatch
 from hf_posenc.positions import Geometry, Positions
+from hf_posenc.report.comparison import compare
 from hf_posenc.temperature import Temperature
 from hf_posenc.verify import Certificate, verify
 
@@ -48,6 +49,7 @@ __all__ = [
     "Stacks",
     "Temperature",
     "build",
+    "compare",
     "discover",
     "encoding",
     "encodings",

@@ -210,6 +210,14 @@ def retrieve(context: typer.Context) -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def compare(context: typer.Context) -> None:
+    """Put results and models side by side: table, plots, page, CSV; `hf-posenc compare --help` lists the flags."""
+    from hf_posenc.report.compare_command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def push(context: typer.Context) -> None:
     """Publish a saved model with its card, in one commit; `hf-posenc push --help` lists the flags."""
     from hf_posenc.hub.command import main as run

@@ -38,9 +38,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--bos_policy", help=f"One of {', '.join(BOS_POLICIES)}; the protocol's own by default.")
     parser.add_argument("--batch_size", type=int, default=1, help="Windows in one forward pass.")
     parser.add_argument("--title", default="Perplexity against length", help="Heading of table and plot.")
-    parser.add_argument(
-        "--output", required=True, help="New folder for result.json, rows, table, plots and index.html."
-    )
+    parser.add_argument("--output", required=True, help="New folder for JSON, CSV, table, plots and page.")
     return parser
 
 

@@ -39,6 +39,14 @@ def read_curves(path: Path | str) -> list[LengthCurve]:
         raise DataError(f"{path} holds no length curves: {error}") from error
 
 
+def holds_curves(folder: Path | str) -> bool:
+    """Whether a folder has a result that says it holds curves; that of a run which only trained has none."""
+    try:
+        return bool(json.loads((Path(folder) / RESULT_NAME).read_text(encoding="utf-8")).get("curves"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def write_report(
     curves: Sequence[LengthCurve],
     folder: Path | str,
