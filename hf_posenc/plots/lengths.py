@@ -77,11 +77,11 @@ def _draw(axes: Axes, curve: LengthCurve, quantity: Quantity, index: int, dashes
     intervals = quantity.intervals(curve)
     bands = [(length, *ends) for length in values if (ends := intervals.get(length)) is not None]
     if bands and dashes == _DASHES[0]:
-        at, low, high = zip(*bands, strict=True)
-        axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+        places, low, high = zip(*bands, strict=True)
+        axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
     if stops(curve):
-        at, value = max(values.items())
-        axes.plot([at], [value], color=colour, marker="x", markersize=11, markeredgewidth=2.6, zorder=4)
+        end, value = max(values.items())
+        axes.plot([end], [value], color=colour, marker="x", markersize=11, markeredgewidth=2.6, zorder=4)
 
 
 def _ends(curves: Sequence[LengthCurve], quantity: Quantity, colours: Mapping[str, int]) -> list[End]:

@@ -13,8 +13,10 @@ from hf_posenc.evaluation import LengthCurve
 
 CSV_NAME = "curves.csv"
 LINES_NAME = "curves.jsonl"
-_BY_LENGTH = ("ppl", "nll", "nll_sum", "n_tokens", "stderr", "bits_per_byte", "ratio", "gain", "origin_ppl")
-_BY_LENGTH += ("accuracy", "window", "stride", "refused")
+_BY_LENGTH = (
+    *("ppl", "nll", "nll_sum", "n_tokens", "stderr", "bits_per_byte", "ratio", "gain", "origin_ppl", "accuracy"),
+    *("window", "stride", "refused"),
+)
 _OF_ALL = ("trained_length", "bos_policy", "n_documents", "n_left_out", "n_bytes", "text_hash", "model_hash", "dtype")
 _VERSIONS = ("hf_posenc", "torch", "transformers")
 
