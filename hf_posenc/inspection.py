@@ -13,7 +13,7 @@ from hf_posenc.errors import PosencError, UnsupportedFamilyError
 from hf_posenc.evaluation import packing
 from hf_posenc.evaluation.diagnosis import text_when_moved
 from hf_posenc.evaluation.position_table import table_report
-from hf_posenc.export import targets
+from hf_posenc.export.route import targets
 from hf_posenc.family import Family, find_family
 from hf_posenc.length import max_length
 from hf_posenc.patching import discover, is_patched, plan

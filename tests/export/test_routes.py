@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import hf_posenc as posenc
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ExportError, PatchStateError, UnknownNameError
-from hf_posenc.export import export_native, known_types, ranked, routes, targets
+from hf_posenc.export import export_native, known_types, ranked, routes
+from hf_posenc.export.route import targets
 from hf_posenc.export.route import ROUTES, read
 from hf_posenc.export.writing import _write
 from hf_posenc.rotation import turn
