@@ -13,8 +13,7 @@ import hf_posenc as posenc
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ExportError, PatchStateError, UnknownNameError
 from hf_posenc.export import export_native, known_types, ranked, routes
-from hf_posenc.export.route import targets
-from hf_posenc.export.route import ROUTES, read
+from hf_posenc.export.route import ROUTES, read, targets
 from hf_posenc.export.writing import _write
 from hf_posenc.rotation import turn
 from hf_posenc.surgery import record_of
