@@ -11,6 +11,7 @@ from hf_posenc.encodings.stacks import Stacks
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import (
     LengthCurve,
+    key_token_perplexity,
     masked_perplexity_by_length,
     perplexity_by_length,
     perplexity_by_position,
@@ -57,6 +58,7 @@ __all__ = [
     "families",
     "from_pretrained",
     "is_patched",
+    "key_token_perplexity",
     "masked_perplexity_by_length",
     "max_length",
     "patch",

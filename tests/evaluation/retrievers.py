@@ -27,15 +27,15 @@ def characters(alphabet: str | None = None) -> PreTrainedTokenizerFast:
 class Copier(nn.Module):
     """Goes on as the text did the last time that it said the same, however far back: an induction head without end."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, *, rows: int = _ROWS) -> None:
         super().__init__()
-        self.vocabulary = vocabulary
+        self.vocabulary, self.rows = vocabulary, rows
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
         """Logits (b, n, vocabulary), all but the last rows zero."""
         logits = torch.zeros(*input_ids.shape, self.vocabulary)
         for row, ids in enumerate(input_ids.tolist()):
-            for at in range(max(0, len(ids) - _ROWS), len(ids)):
+            for at in range(max(0, len(ids) - self.rows), len(ids)):
                 logits[row, at, self._next(ids[: at + 1])] = 9.0
         return SimpleNamespace(logits=logits)
 

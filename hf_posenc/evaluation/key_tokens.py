@@ -1,0 +1,226 @@
+"""Perplexity of the tokens that need a long context: those that it makes likely and a short one does not.
+
+Fang et al. 2025, "What is Wrong with Perplexity for Long-context Language Modeling?" (LongPPL, equations 5 to 7). Most
+tokens of a long text can be told from the last sentence, so that plain perplexity hardly moves when a model loses the
+rest. Here an evaluator names the key tokens, and the model is measured on these alone. The paper's short context of
+4,096 tokens is scaled to the length here, and such a number is named a variant: it does not compare with the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_posenc.errors import ConfigError, DataError, LengthError
+from hf_posenc.evaluation.documents import BOS_NONE, Documents
+from hf_posenc.evaluation.intervals import bootstrap
+from hf_posenc.evaluation.measure import NOT_FINITE
+from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
+from hf_posenc.evaluation.subject import (
+    check_batch_size,
+    check_lengths,
+    dtype_name,
+    model_hash,
+    model_name,
+    position_refusal,
+    prepare_for,
+    trained_length,
+    vocab_size,
+)
+from hf_posenc.evaluation.windows import Window, sliding
+from hf_posenc.provenance import versions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST_GAIN = 2.0
+"""Nats that the long context must save for a token to be a key (alpha of the paper)."""
+MOST_LOSS = 2.0
+"""Nats below which its loss under the long context must lie (beta of the paper, there of the log-probability)."""
+_PAPER = (4096, 1024)  # short context, and tokens between the windows that give it
+_SCALE = 8  # the paper's texts have 32,768 tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyTokenPerplexity:
+    """Perplexity of one model on the key tokens of texts.
+
+    Attributes:
+        name: the model's name.
+        length: inputs in the long window, the first of each document.
+        short, stride: inputs in a short window, and tokens by which short windows advance.
+        evaluator: name of the model that chose the key tokens; None where the model chose its own.
+        n_keys, n_tokens: key tokens, and all tokens of the windows.
+        key_nll_sum, nll_sum: the model's nats over the key tokens and over all tokens, with the long context.
+        interval: 95 % bootstrap interval of the mean nats of a key token, over documents; None for a single one.
+        n_documents: documents long enough to fill the window.
+        trained_length, bos_policy, text_hash, model_hash, dtype, versions: as in `LengthCurve`.
+    """
+
+    name: str
+    length: int
+    short: int
+    stride: int
+    evaluator: str | None
+    n_keys: int
+    n_tokens: int
+    key_nll_sum: float
+    nll_sum: float
+    interval: tuple[float, float] | None
+    n_documents: int
+    trained_length: int | None
+    bos_policy: str
+    text_hash: str
+    model_hash: str | None
+    dtype: str
+    versions: Mapping[str, str]
+
+    @property
+    def ppl(self) -> float | None:
+        """Perplexity on the key tokens, each weighing the same; None where no token is one."""
+        return math.exp(self.key_nll_sum / self.n_keys) if self.n_keys else None
+
+    @property
+    def plain_ppl(self) -> float:
+        """Perplexity on all tokens."""
+        return math.exp(self.nll_sum / self.n_tokens)
+
+    @property
+    def variant(self) -> str:
+        """What this number is: "LongPPL" as the paper has it, or by what it differs."""
+        differs = [f"short context {self.short:,} by {self.stride:,}"] * ((self.short, self.stride) != _PAPER)
+        differs += ["keys chosen by the model itself"] * (self.evaluator is None)
+        return f"LongPPL variant: {', '.join(differs)}" if differs else "LongPPL"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data: the fields, and the derived numbers."""
+        derived = {"ppl": self.ppl, "plain_ppl": self.plain_ppl, "variant": self.variant}
+        return asdict(self) | derived | {"interval": None if self.interval is None else list(self.interval)}
+
+
+def key_tokens(long: np.ndarray, short: np.ndarray) -> np.ndarray:
+    """Return which tokens are keys, by their nats under a long and a short context: (n,) float64 both -> (n,) bool."""
+    keys: np.ndarray = (short - long > LEAST_GAIN) & (long < MOST_LOSS)
+    return keys
+
+
+def key_token_perplexity(
+    model: nn.Module,
+    documents: Documents,
+    length: int,
+    *,
+    evaluator: nn.Module | None = None,
+    short: int | None = None,
+    stride: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_size: int = 1,
+    bos_policy: str = BOS_NONE,
+    name: str | None = None,
+) -> KeyTokenPerplexity:
+    """Measure the perplexity of a causal language model on the tokens that need the long context.
+
+    Args:
+        model: the model to measure, patched or not.
+        documents, tokenizer, batch_size, bos_policy, name: as in `perplexity_by_length`.
+        length: inputs in the long window; a document needs `length + 1` tokens, and its first so many are taken.
+        evaluator: a better model with the same tokenizer, which chooses the key tokens; the model itself otherwise.
+        short: inputs in a short window, fewer than `length`; an eighth of it by default, as in the paper.
+        stride: tokens by which short windows advance, so that every later token sees at least `short - stride`; a
+            quarter of `short` by default, as in the paper.
+
+    Raises:
+        ConfigError, DataError: arguments that cannot be used, or no document that is long enough.
+        LengthError: a model has no position encoding for `length` positions, or its logits are not finite there.
+        UnsupportedFamilyError: a model is not a causal language model.
+    """
+    check_lengths([length])
+    check_batch_size(batch_size)
+    short = max(1, length // _SCALE) if short is None else short
+    stride = max(1, short // 4) if stride is None else stride
+    _check_short(length, short, stride)
+    corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy).filling(length)
+    rows = [ids[: length + 1] for _, ids in sorted(zip(corpus.digests, corpus.documents, strict=True), key=_first)]
+    judge = model if evaluator is None else evaluator
+    _check_models(rows, length, model, judge)
+    with evaluation_mode(judge):
+        scorer = Scorer(judge, rows[0])
+        long = _long(scorer, rows, batch_size)
+        keys = key_tokens(long, np.stack([_short(scorer, row, short, stride, batch_size) for row in rows]))
+    if evaluator is not None:
+        with evaluation_mode(model):
+            long = _long(Scorer(model, rows[0]), rows, batch_size)
+    sums, counts = (long * keys).sum(axis=1), keys.sum(axis=1).astype(np.float64)
+    ends = bootstrap(sums, counts) if counts.all() else None  # a draw of documents without any key has no mean
+    return KeyTokenPerplexity(
+        name=name or model_name(model),
+        length=length,
+        short=short,
+        stride=stride,
+        evaluator=None if evaluator is None else model_name(evaluator),
+        n_keys=int(counts.sum()),
+        n_tokens=long.size,
+        key_nll_sum=math.fsum(sums),
+        nll_sum=math.fsum(long.sum(axis=1)),
+        interval=None if ends is None else (float(ends[0]), float(ends[1])),
+        n_documents=len(rows),
+        trained_length=trained_length(model),
+        bos_policy=bos_policy,
+        text_hash=corpus.digest,
+        model_hash=model_hash(model),
+        dtype=dtype_name(model),
+        versions=versions(),
+    )
+
+
+def _first(pair: tuple[str, torch.Tensor]) -> str:
+    return pair[0]
+
+
+def _check_short(length: int, short: int, stride: int) -> None:
+    for value, field, most in ((short, "short", length - 1), (stride, "stride", short)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ConfigError(f"{field} must be an integer from 1 to {most} for length={length}; got {value!r}.")
+
+
+def _check_models(rows: Sequence[torch.Tensor], length: int, model: nn.Module, judge: nn.Module) -> None:
+    for one in (model, judge):
+        if reason := position_refusal(one, length):
+            raise LengthError(f"length={length}: {reason}.")
+    most, size = max(int(row.max()) for row in rows), vocab_size(judge)
+    if size is not None and most >= size:
+        raise DataError(f"The evaluator knows {size} tokens, and the texts hold token {most}: it needs this tokenizer.")
+
+
+def _long(scorer: Scorer, rows: Sequence[torch.Tensor], batch_size: int) -> np.ndarray:
+    """Return the nats of all targets of rows of one length, each seeing all before it: (documents, n) float64."""
+    length = len(rows[0]) - 1
+    parts = [scorer.nll(torch.stack(rows[at : at + batch_size]), length) for at in range(0, len(rows), batch_size)]
+    return _finite(torch.cat(parts), length)
+
+
+def _short(scorer: Scorer, row: torch.Tensor, short: int, stride: int, batch_size: int) -> np.ndarray:
+    """Return the nats of all targets of a row (n + 1,), each seeing at most `short` tokens: (n,) float64."""
+    found = torch.empty(len(row) - 1, dtype=torch.float64)
+    by_shape: dict[tuple[int, int], list[Window]] = {}
+    for window in sliding(len(found), short, stride):
+        by_shape.setdefault((window.end - window.begin, window.scored), []).append(window)
+    for (_, scored), windows in by_shape.items():
+        for first in range(0, len(windows), batch_size):
+            batch = windows[first : first + batch_size]
+            nats = scorer.nll(torch.stack([row[window.begin : window.end + 1] for window in batch]), scored)
+            for window, values in zip(batch, nats, strict=True):
+                found[window.end - scored : window.end] = values
+    return _finite(found, len(found))
+
+
+def _finite(nats: torch.Tensor, length: int) -> np.ndarray:
+    if not nats.isfinite().all():
+        raise LengthError(f"length={length}: {NOT_FINITE}.")
+    values: np.ndarray = nats.numpy()
+    return values
