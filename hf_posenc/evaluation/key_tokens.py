@@ -197,7 +197,7 @@ def _check_models(rows: Sequence[torch.Tensor], length: int, model: nn.Module, j
         raise DataError(f"The evaluator knows {size} tokens, and the texts hold token {most}: it needs this tokenizer.")
 
 
-def _long(scorer: Scorer, rows: Sequence[torch.Tensor], batch_size: int) -> np.ndarray:
+def _long(scorer: Scorer, rows: list[torch.Tensor], batch_size: int) -> np.ndarray:
     """Return the nats of all targets of rows of one length, each seeing all before it: (documents, n) float64."""
     length = len(rows[0]) - 1
     parts = [scorer.nll(torch.stack(rows[at : at + batch_size]), length) for at in range(0, len(rows), batch_size)]
