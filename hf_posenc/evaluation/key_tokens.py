@@ -25,16 +25,13 @@ from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
 from hf_posenc.evaluation.subject import (
     check_batch_size,
     check_lengths,
-    dtype_name,
-    model_hash,
+    facts_of,
     model_name,
     position_refusal,
     prepare_for,
-    trained_length,
     vocab_size,
 )
 from hf_posenc.evaluation.windows import Window, sliding
-from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,16 +120,14 @@ def key_token_perplexity(
     bos_policy: str = BOS_NONE,
     name: str | None = None,
 ) -> KeyTokenPerplexity:
-    """Measure the perplexity of a causal language model on the tokens that need the long context.
+    """Measure the perplexity of a causal language model, patched or not, on the tokens that need the long context.
 
     Args:
-        model: the model to measure, patched or not.
         documents, tokenizer, batch_size, bos_policy, name: as in `perplexity_by_length`.
         length: inputs in the long window; a document needs `length + 1` tokens, and its first so many are taken.
         evaluator: a better model with the same tokenizer, which chooses the key tokens; the model itself otherwise.
-        short: inputs in a short window, fewer than `length`; an eighth of it by default, as in the paper.
-        stride: tokens by which short windows advance, so that every later token sees at least `short - stride`; a
-            quarter of `short` by default, as in the paper.
+        short: inputs in a short window, fewer than `length`; by default an eighth of it, as in the paper.
+        stride: tokens by which short windows advance; by default a quarter of `short`, as in the paper.
 
     Raises:
         ConfigError, DataError: arguments that cannot be used, or no document that is long enough.
@@ -145,17 +140,16 @@ def key_token_perplexity(
     stride = max(1, short // 4) if stride is None else stride
     _check_short(length, short, stride)
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos_policy).filling(length)
-    rows = [ids[: length + 1] for _, ids in sorted(zip(corpus.digests, corpus.documents, strict=True), key=_first)]
+    rows = [ids[: length + 1] for ids in corpus.documents]
     judge = model if evaluator is None else evaluator
     _check_models(rows, length, model, judge)
     with evaluation_mode(judge):
-        scorer = Scorer(judge, rows[0])
-        long = _long(scorer, rows, batch_size)
-        keys = key_tokens(long, np.stack([_short(scorer, row, short, stride, batch_size) for row in rows]))
+        keys, long = _chosen(Scorer(judge, rows[0]), rows, (short, stride), batch_size)
     if evaluator is not None:
         with evaluation_mode(model):
             long = _long(Scorer(model, rows[0]), rows, batch_size)
-    sums, counts = (long * keys).sum(axis=1), keys.sum(axis=1).astype(np.float64)
+    order = np.argsort(corpus.digests)  # by content, so that resampling draws the same documents in any order
+    sums, counts = (long * keys)[order].sum(axis=1), keys[order].sum(axis=1).astype(np.float64)
     ends = bootstrap(sums, counts) if counts.all() else None  # a draw of documents without any key has no mean
     return KeyTokenPerplexity(
         name=name or model_name(model),
@@ -169,17 +163,10 @@ def key_token_perplexity(
         nll_sum=math.fsum(long.sum(axis=1)),
         interval=None if ends is None else (float(ends[0]), float(ends[1])),
         n_documents=len(rows),
-        trained_length=trained_length(model),
         bos_policy=bos_policy,
         text_hash=corpus.digest,
-        model_hash=model_hash(model),
-        dtype=dtype_name(model),
-        versions=versions(),
+        **facts_of(model),
     )
-
-
-def _first(pair: tuple[str, torch.Tensor]) -> str:
-    return pair[0]
 
 
 def _check_short(length: int, short: int, stride: int) -> None:
@@ -195,6 +182,14 @@ def _check_models(rows: Sequence[torch.Tensor], length: int, model: nn.Module, j
     most, size = max(int(row.max()) for row in rows), vocab_size(judge)
     if size is not None and most >= size:
         raise DataError(f"The evaluator knows {size} tokens, and the texts hold token {most}: it needs this tokenizer.")
+
+
+def _chosen(
+    scorer: Scorer, rows: list[torch.Tensor], cut: tuple[int, int], batch_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which targets are keys, and the nats of all under the long context: (documents, n) both."""
+    long = _long(scorer, rows, batch_size)
+    return key_tokens(long, np.stack([_short(scorer, row, *cut, batch_size) for row in rows])), long
 
 
 def _long(scorer: Scorer, rows: list[torch.Tensor], batch_size: int) -> np.ndarray:

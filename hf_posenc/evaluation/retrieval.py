@@ -26,14 +26,11 @@ from hf_posenc.evaluation.sharing import gathered, own_share
 from hf_posenc.evaluation.subject import (
     check_batch_size,
     check_lengths,
-    dtype_name,
-    model_hash,
+    facts_of,
     model_name,
     position_refusal,
-    trained_length,
     vocab_size,
 )
-from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -86,7 +83,7 @@ def retrieval_by_length(
     pieces, texts = Pieces(tokenizer), NOISE if haystack is None else _sentences(haystack)
     exam = Exam(chosen, pieces, Hay(pieces, texts, most=ordered[-1]), places or [None], trials, digits, seed)
     _check_vocabulary(exam.papers(ordered[0]), model)
-    facts = _facts(model)
+    facts = facts_of(model)
     run = {"model": facts["model_hash"] or model_name(model), "protocol": task}
     kept = PartialScores(partial, run, process=0 if processes is None else processes.process_index)
     found, refused = _Desk(model, tokenizer, batch_size, processes, kept).sit(exam, ordered)
@@ -103,16 +100,6 @@ def retrieval_by_length(
         text_hash=None if haystack is None else hashlib.sha256("".join(texts).encode()).hexdigest(),
         **facts,
     )
-
-
-def _facts(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a grid that say what was measured."""
-    return {
-        "trained_length": trained_length(model),
-        "model_hash": model_hash(model),
-        "dtype": dtype_name(model),
-        "versions": versions(),
-    }
 
 
 def check_settings(depths: Sequence[float], trials: int, digits: int, seed: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.documents import Corpus, Documents, prepare
 from hf_posenc.length import max_length
+from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +111,16 @@ def model_hash(model: nn.Module) -> str | None:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a result that say on what it was measured, by name, as in `LengthCurve`."""
+    return {
+        "trained_length": trained_length(model),
+        "model_hash": model_hash(model),
+        "dtype": dtype_name(model),
+        "versions": versions(),
+    }
 
 
 def text_config(model: nn.Module) -> Any:

@@ -66,6 +66,9 @@ def test_short_contexts_are_those_of_sliding_windows(batch_size: int) -> None:
         n_keys, nats = n_keys + keys.sum(), nats + long[keys].sum()
     assert (found.n_keys, found.n_documents) == (n_keys, 2)
     assert found.key_nll_sum == pytest.approx(nats, rel=1e-5)
+    assert found.interval is not None
+    again = key_token_perplexity(model, documents[::-1], 33, short=8, stride=3, batch_size=batch_size)
+    assert again.interval == pytest.approx(found.interval)
 
 
 def test_defaults_are_scaled_and_named_and_json_holds_it_all() -> None:
