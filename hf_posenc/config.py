@@ -7,7 +7,7 @@ module with those of the hooks of `hooks.Encoding` that it needs. Neither knows 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -22,14 +22,17 @@ SCHEMA_VERSION = 1
 
 
 E = TypeVar("E", bound="EncodingConfig")
+Choices = Mapping[str, Collection[str]]
+"""Field of a config -> the words that it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingConfig:
     """Plain, frozen, validated numbers that name one encoding.
 
-    Subclasses set `name` (the registry key), `label` (the prefix of patched class names) and `module`. One that checks
-    fields of its own, or fills them in from the model, calls `super().__post_init__()`, or `super().for_model(...)`.
+    Subclasses set `name` (the registry key), `label` (the prefix of patched class names), `module`, and `choices` where
+    a field takes one of a few words. One that checks more than that, or fills fields in from the model, calls
+    `super().__post_init__()`, or `super().for_model(...)`.
 
     Attributes:
         temperature: a factor on all scores of a query, `Temperature(kind="log_n")` or its spec, `{"kind": "log_n"}`;
@@ -41,6 +44,7 @@ class EncodingConfig:
     name: ClassVar[str]
     label: ClassVar[str]
     module: ClassVar[Callable[..., Encoding]]
+    choices: ClassVar[Choices] = {}
 
     @property
     def within_length(self) -> str:
@@ -49,8 +53,15 @@ class EncodingConfig:
         return "changed"
 
     def __post_init__(self) -> None:
-        """Check the fields that all encodings may have; raises ConfigError."""
+        """Check `temperature`, fields that say yes or no, and those of `choices`; raises ConfigError."""
         object.__setattr__(self, "temperature", Temperature.read(self.temperature))
+        for field in dataclasses.fields(self):
+            value, what = getattr(self, field.name), f"{type(self).__name__}.{field.name}"
+            if field.type in ("bool", bool) and not isinstance(value, bool):
+                raise ConfigError(f"{what} must be True or False, was: {value!r}")
+            known = self.choices.get(field.name)
+            if known is not None and value not in tuple(known) and value != field.default:
+                raise ConfigError(f"unknown {what} {value!r}; {did_you_mean(str(value), known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-JSON form, which `from_dict` reads back exactly."""

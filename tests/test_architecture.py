@@ -24,7 +24,7 @@ FLOORS = [
         "temperature",
         "hooks",
         "config family",
-        "rotation",
+        "gating rotation",
         "encodings families",
         "caching joint kernels length scores",
         "toeplitz",

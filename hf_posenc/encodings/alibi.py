@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
 from hf_posenc.positions import Geometry, Positions, working_dtype
 
 SIDES = ("symmetric", "split")
@@ -127,21 +127,15 @@ class Alibi(EncodingConfig):
     name: ClassVar[str] = "alibi"
     label: ClassVar[str] = "Alibi"
     module: ClassVar[type[Encoding]] = AlibiEncoding
+    choices: ClassVar[Choices] = {"sides": SIDES, "form": FORMS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
         super().__post_init__()
-        for field, known in (("sides", SIDES), ("form", FORMS)):
-            value = getattr(self, field)
-            if value not in known:
-                raise ConfigError(f"unknown Alibi.{field} {value!r}; {did_you_mean(str(value), known)}")
         for field in ("interpolation_factor", "bias_max"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"Alibi.{field} must be a finite number > 0, was: {value!r}")
-        for field in ("trainable", "per_layer"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"Alibi.{field} must be True or False, was: {getattr(self, field)!r}")
         if self.per_layer and not self.trainable:
             raise ConfigError("Alibi(per_layer=True) has nothing of a layer's own without trainable=True")
         if self.form == "falcon" and self.trainable:

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
 from hf_posenc.positions import Geometry, Positions
 
 GATES = ("scaled", "unscaled")
@@ -70,6 +70,7 @@ class CoPE(EncodingConfig):
     name: ClassVar[str] = "cope"
     label: ClassVar[str] = "CoPE"
     module: ClassVar[type[Encoding]] = CoPEEncoding
+    choices: ClassVar[Choices] = {"gates": GATES}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -77,10 +78,6 @@ class CoPE(EncodingConfig):
         rows = self.max_positions_counted
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 2:
             raise ConfigError(f"CoPE.max_positions_counted must be an integer >= 2, was: {rows!r}")
-        if self.gates not in GATES:
-            raise ConfigError(f"unknown CoPE.gates {self.gates!r}; {did_you_mean(str(self.gates), GATES)}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"CoPE.per_layer must be True or False, was: {self.per_layer!r}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise UnsupportedEncodingError for a model that is not causal: positions are counted back from the query."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
 from hf_posenc.positions import Geometry, working_dtype
 from hf_posenc.scaling import is_number
 
@@ -89,6 +89,7 @@ class DroPE(EncodingConfig):
     name: ClassVar[str] = "drope"
     label: ClassVar[str] = "DroPE"
     module: ClassVar[type[Encoding]] = DroPEEncoding
+    choices: ClassVar[Choices] = {"normalization": NORMALIZATIONS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -97,9 +98,6 @@ class DroPE(EncodingConfig):
             raise ConfigError(f"DroPE.factor must be a number of at least 1, was: {self.factor!r}")
         if not (is_number(self.coefficient) and self.coefficient >= 0):
             raise ConfigError(f"DroPE.coefficient must be a number of at least 0, was: {self.coefficient!r}")
-        if self.normalization not in NORMALIZATIONS:
-            known = did_you_mean(str(self.normalization), NORMALIZATIONS)
-            raise ConfigError(f"unknown DroPE.normalization {self.normalization!r}; {known}")
 
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> DroPE:
         """Return this config; raises UnsupportedEncodingError where a model without rotation is to be normalised."""

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.config import Encoding, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry, Positions
 from hf_posenc.rotation import RotaryConfig, products
 
@@ -66,6 +66,7 @@ class DualChunk(RotaryConfig):
     name: ClassVar[str] = "dual_chunk"
     label: ClassVar[str] = "DualChunk"
     module: ClassVar[type[Encoding]] = DualChunkEncoding
+    choices: ClassVar[Choices] = {"clamp": CLAMPS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -74,8 +75,6 @@ class DualChunk(RotaryConfig):
             value = getattr(self, field)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"DualChunk.{field} must be a whole number of tokens or None, was: {value!r}")
-        if self.clamp not in CLAMPS:
-            raise ConfigError(f"unknown DualChunk.clamp {self.clamp!r}; {did_you_mean(str(self.clamp), CLAMPS)}")
 
     def lengths(self, geometry: Geometry) -> tuple[int, int]:
         """Return the largest distance and the local window, in tokens."""

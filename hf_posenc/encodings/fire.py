@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, UnsupportedEncodingError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
 from hf_posenc.positions import Geometry, Positions
 
 THRESHOLDS = ("half_length", "length")
@@ -101,6 +101,7 @@ class FIRE(EncodingConfig):
     name: ClassVar[str] = "fire"
     label: ClassVar[str] = "FIRE"
     module: ClassVar[type[Encoding]] = FIREEncoding
+    choices: ClassVar[Choices] = {"threshold": THRESHOLDS, "count": COUNTS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -110,12 +111,6 @@ class FIRE(EncodingConfig):
             optional = value is None and field != "width"
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"FIRE.{field} must be an integer >= {least}, was: {value!r}")
-        for field, known in (("threshold", THRESHOLDS), ("count", COUNTS)):
-            if getattr(self, field) not in known:
-                value = getattr(self, field)
-                raise ConfigError(f"unknown FIRE.{field} {value!r}; {did_you_mean(str(value), known)}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"FIRE.per_layer must be True or False, was: {self.per_layer!r}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise UnsupportedEncodingError for a model that is not causal."""

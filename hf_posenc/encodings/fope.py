@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry, working_dtype
 from hf_posenc.rotation import RotaryConfig, turn
 from hf_posenc.scaling import is_number
@@ -85,18 +85,13 @@ class FoPE(RotaryConfig):
     name: ClassVar[str] = "fope"
     label: ClassVar[str] = "FoPE"
     module: ClassVar[type[Encoding]] = FoPEEncoding
+    choices: ClassVar[Choices] = {"still_sines": SINES}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
         super().__post_init__()
         if not (is_number(self.gain) and self.gain >= 0):
             raise ConfigError(f"FoPE.gain must be a number of at least 0, was: {self.gain!r}")
-        if self.still_sines not in SINES:
-            known = did_you_mean(str(self.still_sines), SINES)
-            raise ConfigError(f"unknown FoPE.still_sines {self.still_sines!r}; {known}")
-        for field in ("trainable", "per_layer"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"FoPE.{field} must be True or False, was: {getattr(self, field)!r}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise ConfigError where no frequency finishes a turn within the trained length, or the rotation is unfit."""

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
 from hf_posenc.positions import Geometry
 
 KERNELS = ("log", "power")
@@ -87,13 +86,4 @@ class Kerple(EncodingConfig):
     name: ClassVar[str] = "kerple"
     label: ClassVar[str] = "Kerple"
     module: ClassVar[type[Encoding]] = KerpleEncoding
-
-    def __post_init__(self) -> None:
-        """Check the fields; raises ConfigError."""
-        super().__post_init__()
-        for field, known in (("kernel", KERNELS), ("parametrization", PARAMETRIZATIONS)):
-            value = getattr(self, field)
-            if value not in known:
-                raise ConfigError(f"unknown Kerple.{field} {value!r}; {did_you_mean(str(value), known)}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"Kerple.per_layer must be True or False, was: {self.per_layer!r}")
+    choices: ClassVar[Choices] = {"kernel": KERNELS, "parametrization": PARAMETRIZATIONS}

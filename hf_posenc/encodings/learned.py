@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, LengthError, UnsupportedEncodingError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError, LengthError, UnsupportedEncodingError
 from hf_posenc.positions import Geometry
 
 SHARING = ("recurrent", "grouped")
@@ -208,6 +208,7 @@ class Learned(EncodingConfig):
     name: ClassVar[str] = "learned"
     label: ClassVar[str] = "Learned"
     module: ClassVar[type[Encoding]] = LearnedEncoding
+    choices: ClassVar[Choices] = {"extension": EXTENSIONS}
 
     @property
     def within_length(self) -> str:
@@ -220,9 +221,6 @@ class Learned(EncodingConfig):
         rows = self.max_position_embeddings
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ConfigError(f"Learned.max_position_embeddings must be a positive integer or None, was: {rows!r}")
-        if self.extension not in EXTENSIONS:
-            known = did_you_mean(str(self.extension), EXTENSIONS)
-            raise ConfigError(f"unknown Learned.extension {self.extension!r}; {known}")
         if not (isinstance(self.alpha, float) and 0 < self.alpha < 1 and self.alpha != 0.5):
             raise ConfigError(f"Learned.alpha must lie in (0, 1) and not be 0.5, was: {self.alpha!r}")
 

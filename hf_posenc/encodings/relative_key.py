@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import CheckpointError, ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import CheckpointError, ConfigError
 from hf_posenc.positions import Geometry, Positions
 
 TYPES = ("relative_key", "relative_key_query")
@@ -106,6 +106,7 @@ class BertRelative(EncodingConfig):
     name: ClassVar[str] = "bert_relative"
     label: ClassVar[str] = "BertRelative"
     module: ClassVar[type[Encoding]] = BertRelativeEncoding
+    choices: ClassVar[Choices] = {"position_embedding_type": TYPES}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -113,11 +114,6 @@ class BertRelative(EncodingConfig):
         rows = self.max_position_embeddings
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ConfigError(f"BertRelative.max_position_embeddings must be a positive integer or None, was: {rows!r}")
-        if self.position_embedding_type not in TYPES:
-            known = did_you_mean(str(self.position_embedding_type), TYPES)
-            raise ConfigError(f"unknown BertRelative.position_embedding_type {self.position_embedding_type!r}; {known}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"BertRelative.per_layer must be True or False, was: {self.per_layer!r}")
 
     def for_model(self, geometry: Geometry, rope_parameters: Mapping[str, Any] | None = None) -> BertRelative:
         """Record the model's own length where none was given."""

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry, working_dtype
 from hf_posenc.rotation import PAIRINGS, angles, turn
 from hf_posenc.scaling import KINDS, ORIGINAL, checked, grown_factor, is_number, ntk_theta, scaled_frequencies
@@ -113,6 +113,7 @@ class RoPE(EncodingConfig):
     name: ClassVar[str] = "rope"
     label: ClassVar[str] = "Rotary"
     module: ClassVar[Callable[..., Encoding]] = RotaryEncoding
+    choices: ClassVar[Choices] = {"pairing": PAIRINGS}
 
     def __post_init__(self) -> None:
         """Check the fields and bring `scaling` into one spelling; raises ConfigError."""
@@ -122,8 +123,6 @@ class RoPE(EncodingConfig):
         factor = self.partial_rotary_factor
         if factor is not None and not (is_number(factor) and 0 < factor <= 1):
             raise ConfigError(f"RoPE.partial_rotary_factor must lie in (0, 1], was: {factor!r}")
-        if self.pairing is not None and self.pairing not in PAIRINGS:
-            raise ConfigError(f"unknown RoPE.pairing {self.pairing!r}; {did_you_mean(str(self.pairing), PAIRINGS)}")
         if self.scaling is not None:
             object.__setattr__(self, "scaling", checked(self.scaling))
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.config import Encoding, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry, Positions
 from hf_posenc.rotation import RotaryConfig, products
 
@@ -68,6 +68,7 @@ class SelfExtend(RotaryConfig):
     name: ClassVar[str] = "self_extend"
     label: ClassVar[str] = "SelfExtend"
     module: ClassVar[type[Encoding]] = SelfExtendEncoding
+    choices: ClassVar[Choices] = {"shift": SHIFTS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -76,5 +77,3 @@ class SelfExtend(RotaryConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"SelfExtend.{field} must be a whole number of tokens, at least 1, was: {value!r}")
-        if self.shift not in SHIFTS:
-            raise ConfigError(f"unknown SelfExtend.shift {self.shift!r}; {did_you_mean(str(self.shift), SHIFTS)}")

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry, Positions
 
 RELATIVE = ("keys", "keys_and_values")
@@ -90,6 +90,7 @@ class Shaw(EncodingConfig):
     name: ClassVar[str] = "shaw"
     label: ClassVar[str] = "Shaw"
     module: ClassVar[type[Encoding]] = ShawEncoding
+    choices: ClassVar[Choices] = {"relative": RELATIVE}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -98,8 +99,3 @@ class Shaw(EncodingConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"Shaw.{field} must be an integer >= 0, was: {value!r}")
-        if self.relative not in RELATIVE:
-            known = did_you_mean(str(self.relative), RELATIVE)
-            raise ConfigError(f"unknown Shaw.relative {self.relative!r}; {known}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"Shaw.per_layer must be True or False, was: {self.per_layer!r}")

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor")
@@ -70,6 +70,7 @@ class Sinusoidal(EncodingConfig):
     name: ClassVar[str] = "sinusoidal"
     label: ClassVar[str] = "Sinusoidal"
     module: ClassVar[type[Encoding]] = SinusoidalEncoding
+    choices: ClassVar[Choices] = {"layout": LAYOUTS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -78,8 +79,6 @@ class Sinusoidal(EncodingConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
                 raise ConfigError(f"Sinusoidal.{field} must be a finite number above {least}, was: {value!r}")
-        if self.layout not in LAYOUTS:
-            raise ConfigError(f"unknown Sinusoidal.layout {self.layout!r}; {did_you_mean(str(self.layout), LAYOUTS)}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise ConfigError where sines and cosines do not come in pairs."""

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.config import Encoding, EncodingConfig, register_encoding
-from hf_posenc.errors import ConfigError, did_you_mean
+from hf_posenc.config import Choices, Encoding, EncodingConfig, register_encoding
+from hf_posenc.errors import ConfigError
 from hf_posenc.positions import Geometry
 
 MULTIPLIERS = ("one", "sqrt_head_dim")
@@ -102,6 +102,7 @@ class T5(EncodingConfig):
     name: ClassVar[str] = "t5"
     label: ClassVar[str] = "T5"
     module: ClassVar[type[Encoding]] = T5Encoding
+    choices: ClassVar[Choices] = {"multiplier": MULTIPLIERS}
 
     def __post_init__(self) -> None:
         """Check the fields; raises ConfigError."""
@@ -115,11 +116,6 @@ class T5(EncodingConfig):
                 f"T5.max_distance ({self.max_distance}) must exceed half of num_buckets ({self.num_buckets}): below "
                 "that every distance has a bucket of its own."
             )
-        if self.multiplier not in MULTIPLIERS:
-            known = did_you_mean(str(self.multiplier), MULTIPLIERS)
-            raise ConfigError(f"unknown T5.multiplier {self.multiplier!r}; {known}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"T5.per_layer must be True or False, was: {self.per_layer!r}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise ConfigError where an encoder cannot share the buckets between its two sides."""

@@ -94,8 +94,6 @@ class TransformerXL(EncodingConfig):
         clamp = self.clamp_length
         if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, int) or clamp < 1):
             raise ConfigError(f"TransformerXL.clamp_length must be a positive integer or None, was: {clamp!r}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"TransformerXL.per_layer must be True or False, was: {self.per_layer!r}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise ConfigError where sines and cosines do not share the width evenly."""

@@ -105,16 +105,18 @@ def test_a_model_attends_as_the_equations_say(subject: str, backend: str, monkey
     """Against a stock model without positions, whose own attention function was replaced by equations 3 and 5."""
     model = posenc.patch(SUBJECTS[subject].fresh(attn_implementation=backend), BOTH, verify=False)
     torch.manual_seed(3)
-    encoding = next(module for name, module in model.named_modules() if name.endswith("posenc"))
+    encoding: Any = next(module for name, module in model.named_modules() if name.endswith("posenc"))
     for parameter in encoding.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     ids = tokens(2, 17)
     bare = posenc.NoPE(allow_bidirectional=True)
     stock = posenc.patch(SUBJECTS[subject].fresh(attn_implementation="eager"), bare, verify=False)
     index = (torch.arange(17)[None] - torch.arange(17)[:, None]).clamp(-5, 3) + 5
-    keys, values = (table.detach()[index] for table in (encoding.weight, encoding.values))
+    layers = iter(encoding.layers)
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+        layer = next(layers)
+        keys, values = (table.detach()[index] for table in (layer.weight, layer.values))
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
         scores = torch.einsum("bhqd,bhqkd->bhqk", query, key[:, :, None] + keys) * query.shape[-1] ** -0.5
         if subject != "bert":
