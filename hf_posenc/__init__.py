@@ -1,5 +1,7 @@
 """hf_posenc: replace the position encoding of a pretrained Hugging Face model, and measure what that does."""
 
+from pathlib import Path as _Path
+
 from hf_posenc.config import Encoding, EncodingConfig, build, encoding, register_encoding
 from hf_posenc.config import encodings as _encodings
 from hf_posenc.encodings.alibi import Alibi
@@ -33,6 +35,7 @@ from hf_posenc.temperature import Temperature
 from hf_posenc.verify import Certificate, verify
 
 __all__ = [
+    "METRIC",
     "Alibi",
     "Certificate",
     "DeclaredAttention",
@@ -75,6 +78,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+METRIC = str(_Path(__file__).with_name("metric.py"))
+"""The script that `evaluate.load` takes; that library is needed by nothing else here."""
 
 register_configs()
 _when_written(_write_bundle)

@@ -45,7 +45,7 @@ FLOORS = [
         "hub",
         "conversion",
     ),
-    *("benchmark catalogue quickstart inspection", "cli"),
+    *("benchmark catalogue harness inspection metric quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {
