@@ -91,8 +91,11 @@ def own_rope(model: PreTrainedModel, family: Family, geometry: Geometry) -> Mapp
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
     if family.interleaved and not family.rotary:
         return {"rope_type": "default", "rope_theta": 10000.0}  # RoFormer's, which stands in no config
-    rope: Mapping[str, Any] | None = getattr(model.config, "rope_parameters", None) if family.rotary else None
-    return rope
+    if family.rotary is None:
+        return None
+    rope: Mapping[str, Any] | None = getattr(model.config, "rope_parameters", None)
+    theta = getattr(model.config, "rope_theta", None)
+    return {"rope_type": "default", "rope_theta": theta} if rope is None and theta else rope
 
 
 def by_layer_type(rope: Mapping[str, Any] | None) -> bool:

@@ -83,12 +83,14 @@ class Family:
         table: path of the table of absolute positions, or None.
         table_offset: rows of that table before the one of position 0.
         rotary: path of the rotary module, or None.
+        either: True where a model has the table or the rotary module, whichever it was configured for; with a rotation
+            it does not count padding.
         partial_rotary: True where the attention modules can rotate a part of the head.
         interleaved: True where the attention modules pair dimension 2k with 2k + 1 instead of k with k + half.
         sine_first: True where the rotary module is that of GPT-J: sines before cosines, one a pair, for frequencies of
             base 10000 that stand in no config.
         rotates: attribute of the attention modules that is None or False on layers that stay without positions, or
-            None where there are no such layers.
+            None where there are no such layers. Where it is so on all of them, all rotate.
         counts_padding: True where positions are counted over `input_ids != pad_token_id`, and both explicit
             `position_ids` and the rows of the table start at `pad_token_id + 1` (the RoBERTa convention).
         token_type_buffer: True where `token_type_ids` default to a buffer as long as the table.
@@ -118,6 +120,7 @@ class Family:
     table: str | None = None
     table_offset: int = 0
     rotary: str | None = None
+    either: bool = False
     partial_rotary: bool = False
     interleaved: bool = False
     sine_first: bool = False
@@ -153,12 +156,20 @@ class Family:
         A record without attention classes leaves it to the model type of every stack, which then is a whole model.
         """
         if not self.stacks:
-            return {"": (model, self)}
+            return {"": (model, self.as_built(model))}
         held = {name: getattr(model.base_model, name) for name in self.stacks if hasattr(model.base_model, name)}
         return {
             name: (stack, self._of_stack(name) if self.attention else find_family(stack.config.model_type))
             for name, stack in held.items()
         }
+
+    def as_built(self, model: Any) -> Family:
+        """Return the record of this one model, with its table or its rotary module where it has `either`."""
+        if not self.either:
+            return self
+        if self.table in {path for path, _ in self.body_of(model).named_modules()}:
+            return dataclasses.replace(self, either=False, rotary=None)
+        return dataclasses.replace(self, either=False, table=None, counts_padding=False)
 
     def _of_stack(self, name: str) -> Family:
         return dataclasses.replace(

@@ -139,7 +139,8 @@ def _plan_body(model: PreTrainedModel, stack: PreTrainedModel, family: Family, c
     paths = {id(module): path for path, module in model.named_modules()}
     prefix = paths[id(body)] and f"{paths[id(body)]}."
     changes: dict[str, tuple[str, str]] = {}
-    stock_rope = stack is model and not switched and not by_layer_type(rope)
+    configured = getattr(model.config, "rope_parameters", None) is not None
+    stock_rope = configured and stack is model and not switched and not by_layer_type(rope)
     parameters = native_parameters(config, geometry, family) if stock_rope else None
     if family.rotary and parameters:
         now = type(body.get_submodule(family.rotary)).__name__
@@ -245,7 +246,7 @@ def _check_attention(model: PreTrainedModel, encoding: Encoding, family: Family,
             f"function, so that {name} cannot reach them; only what is added to the token embedding can be replaced."
         )
     bare = [path for path, module in found.items() if family.rotates and not getattr(module, family.rotates, None)]
-    if bare and (encoding.overrides("rotate") or encoding.overrides("rotate_key")):
+    if 0 < len(bare) < len(found) and (encoding.overrides("rotate") or encoding.overrides("rotate_key")):
         raise UnsupportedEncodingError(
             f"{type(model).__name__} leaves {len(bare)} of its {len(found)} layers without positions, and {name} "
             "would turn these as well; change its rotation by one that transformers computes itself (RoPE with a "

@@ -35,15 +35,16 @@ class SinusoidalEncoding(Encoding):
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return (b, n, hidden_size) in float32; phases are taken in float64."""
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=position_ids.device)
-        phases = position_ids[..., None].double() / self.config.interpolation_factor * frequencies  # (b, n, hidden / 2)
+        positions = position_ids[..., None].double() / self.config.interpolation_factor + self.config.start
+        phases = positions * frequencies  # (b, n, hidden / 2)
         parts = (phases.sin(), phases.cos())
         table = torch.stack(parts, -1).flatten(-2) if self.config.layout == "interleaved" else torch.cat(parts, -1)
         return (table * self.config.scale).float()
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
-        factor = self.config.interpolation_factor
-        return f"layout={self.config.layout}, theta={self.config.theta}, scale={self.config.scale}, factor={factor}"
+        given = (f"{name}={getattr(self.config, name)}" for name in ("layout", "theta", "scale", "start"))
+        return f"{', '.join(given)}, factor={self.config.interpolation_factor}"
 
 
 @register_encoding
@@ -58,6 +59,8 @@ class Sinusoidal(EncodingConfig):
             fairseq, M2M100 and XGLM).
         scale: factor on the table, > 0; neutral value 1. A pretrained model whose token embeddings are small hears
             little else at 1, since the table's root mean square is 0.71.
+        start: what the first position counts as, >= 0; neutral value 0. One more than the padding index for weights of
+            M2M100 and NLLB, 2 for those of XGLM.
         interpolation_factor: positions are divided by it, > 0; for a model trained with sinusoids, the length asked for
             over the length trained. Neutral value: 1.
     """
@@ -65,6 +68,7 @@ class Sinusoidal(EncodingConfig):
     theta: float = 10000.0
     layout: str = "interleaved"
     scale: float = 1.0
+    start: int = 0
     interpolation_factor: float = 1.0
 
     name: ClassVar[str] = "sinusoidal"
@@ -79,6 +83,8 @@ class Sinusoidal(EncodingConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
                 raise ConfigError(f"Sinusoidal.{field} must be a finite number above {least}, was: {value!r}")
+        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
+            raise ConfigError(f"Sinusoidal.start must be a whole number of at least 0, was: {self.start!r}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise ConfigError where sines and cosines do not come in pairs."""

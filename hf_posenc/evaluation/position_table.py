@@ -97,7 +97,7 @@ def position_table(model: Any) -> Tensor | None:
         if path.rsplit(".", 1)[-1] == "posenc":
             return _encoding_table(module, model)
     try:
-        family = find_family(model.config.model_type)
+        family = find_family(model.config.model_type).as_built(model)
     except UnsupportedFamilyError:
         return None
     if family.table is None or family.stacks:

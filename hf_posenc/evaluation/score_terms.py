@@ -80,7 +80,7 @@ def input_parts(model: PreTrainedModel, rows: Tensor) -> tuple[Tensor, Tensor, n
 
     (b, n) token ids -> two (b, n, hidden), whose sum is what reaches it. Raises as `score_terms`.
     """
-    family = find_family(model.config.model_type)
+    family = find_family(model.config.model_type).as_built(model)
     if family.table is None or family.stacks:
         what = "has more than one stack" if family.stacks else "adds no table of positions to its embedding"
         raise UnsupportedFamilyError(f"{type(model).__name__} {what}, so that there are no terms to split.")

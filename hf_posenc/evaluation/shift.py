@@ -112,7 +112,7 @@ def _nll(model: PreTrainedModel, ids: Tensor, positions: Tensor, targets: Tensor
 def first_position(model: PreTrainedModel) -> int:
     """Return the number that this model gives to the first position: more than 0 where padding is counted (RoBERTa)."""
     try:
-        family = find_family(model.config.model_type)
+        family = find_family(model.config.model_type).as_built(model)
     except UnsupportedFamilyError:
         return 0
     return table_start(family, model.config) if family.counts_padding else 0

@@ -33,4 +33,4 @@ rule_out(
     "llama4_text",
     "ministral3",
 )
-rule_out("it adds positions on the page, which no encoding of a sequence replaces", "layoutlm", "tapas")
+rule_out("it adds the row and the column of a table, which no encoding of a sequence replaces", "tapas")

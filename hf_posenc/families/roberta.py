@@ -29,12 +29,3 @@ register_family(
         token_type_buffer=True,
     )
 )
-
-register_family(
-    Family(
-        model_types=("esm",),
-        attention=("EsmSelfAttention",),
-        table="embeddings.position_embeddings",
-        counts_padding=True,
-    )
-)

@@ -1,4 +1,7 @@
-"""SmolLM3: rotary positions, with layers in between that have none; causal."""
+"""SmolLM3 and EXAONE 4: rotary positions, with layers in between that have none; causal.
+
+EXAONE 4 without windows rotates in all layers, none of which is then a sliding one.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,14 @@ register_family(
         attention=("SmolLM3Attention",),
         rotary="rotary_emb",
         rotates="use_rope",
+    )
+)
+
+register_family(
+    Family(
+        model_types=("exaone4", "exaone_moe"),
+        attention=("Exaone4Attention", "ExaoneMoeAttention"),
+        rotary="rotary_emb",
+        rotates="is_sliding",
     )
 )

@@ -51,6 +51,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
+    "exaone_moe": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "doge": {"keep_window_size": 512},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},

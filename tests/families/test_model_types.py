@@ -8,16 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, DynamicCache, EsmConfig, EsmForMaskedLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    EsmConfig,
+    EsmForMaskedLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+)
 
 import hf_posenc as posenc
 from hf_posenc.encodings.rerope import ReRoPE
 from hf_posenc.encodings.t5_bias import T5
 from hf_posenc.errors import ConfigError, UnsupportedEncodingError
 from hf_posenc.family import find_family
+from hf_posenc.inspection import inspection
 from tests.families.models import MODEL_TYPES, WINDOW, backends, keeps_cache, stock
-from tests.models import TRAINED, assert_same, in_steps, logits, tokens
+from tests.models import TRAINED, assert_same, in_steps, logits, sharpened, tokens
 
 LENGTH = 5 * TRAINED // 2
 _STATIC = {"rope_type": "default"}
@@ -33,6 +44,8 @@ SPECS = {
 }
 REFUSED = {
     ("cohere2", "rope-dynamic"): "leaves 1 of its 2 layers without positions",
+    ("exaone4", "rope-dynamic"): "leaves 1 of its 2 layers without positions",
+    ("exaone_moe", "rope-dynamic"): "leaves 1 of its 2 layers without positions",
     ("smollm3", "rope-dynamic"): "leaves 1 of its 2 layers without positions",
 }
 """Cells that cannot be right, and what is said of them."""
@@ -135,19 +148,34 @@ def test_neighbouring_pairs_are_not_torn_apart(model_type: str) -> None:
         posenc.plan(stock(model_type), posenc.RoPE(pairing="half_split"))
 
 
-def test_an_encoder_configured_for_other_positions_is_refused() -> None:
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="rotated inside its attention then")
+def test_an_encoder_configured_for_a_rotation_has_one() -> None:
+    """Most of ESM-2; its theta stands in the config, beside no rope_parameters."""
     config = EsmConfig(
         vocab_size=61,
         hidden_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=4,
         position_embedding_type="rotary",
+        rope_theta=300.0,
         pad_token_id=0,
         intermediate_size=48,
         mask_token_id=2,
+        token_dropout=False,
+        max_position_embeddings=TRAINED,
     )
-    with pytest.raises(posenc.errors.UnsupportedFamilyError, match=r"no module 'embeddings\.position_embeddings'"):
-        posenc.plan(EsmForMaskedLM(config), posenc.Alibi())
+    torch.manual_seed(7)
+    model, ids = sharpened(EsmForMaskedLM(config)).eval(), tokens(2, LENGTH)
+    before = logits(model, ids)
+    assert inspection(model)["last position"] == "none: no table ends"
+    posenc.patch(model, posenc.RoPE())
+    assert posenc.verify(model).plan.config.theta == 300.0  # type: ignore[attr-defined]
+    assert_same(logits(model, ids), before)
+    assert_same(logits(model, ids, position_ids=torch.arange(LENGTH)[None]), before)
+    posenc.unpatch(model)
+    posenc.patch(model, posenc.Sinusoidal())
+    padded_laws(model, "esm", ids)
+    assert (logits(model, ids) - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -199,3 +227,20 @@ def test_scores_of_its_own_would_lose_caps_and_sinks(model_type: str) -> None:
         assert model.config.attn_logit_softcapping
     with pytest.raises(UnsupportedEncodingError, match=r"caps its scores|has attention sinks"):
         posenc.plan(model, ReRoPE(window=16))
+
+
+def test_without_windows_every_layer_rotates() -> None:
+    """EXAONE 4 of 1.2B has none, and no layer of it is a sliding one."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    none = {"sliding_window": None, "layer_types": ["full_attention"] * 2, "eos_token_id": None}
+    config = Exaone4Config(vocab_size=61, **sizes, num_key_value_heads=2, **none)
+    model = Exaone4ForCausalLM(config).eval()
+    before = logits(model, tokens(2, 40))
+    posenc.patch(model, SPECS["rope-dynamic"])
+    assert (logits(model, tokens(2, 40)) - before).abs().max() > 1e-6
