@@ -18,7 +18,7 @@ from hf_posenc import plots
 from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.quickstart import BASE
-from hf_posenc.report import panels, read_curves, write_report
+from hf_posenc.report import length_grid, panels, read_curves, write_report
 from hf_posenc.report.chart import charts
 from hf_posenc.report.compare_command import main
 from hf_posenc.report.comparison import compare
@@ -186,6 +186,8 @@ def test_effective_length_and_gain_are_drawn_where_only_context_grows(tmp_path: 
     assert {path.name for path in folder.iterdir()} == FILES | extra
     text = (folder / "effective_length.svg").read_text(encoding="utf-8")
     assert ">128<" in text
+    grid = length_grid([near, far])
+    assert (grid.headings[-1], [row[-1] for row in grid.rows]) == ("effective¹", ["128", "512 or more"])
     assert "512 or more" in text
     with pytest.raises(DataError, match="effective length"):
         plots.plot_effective_lengths([curve("none", {}, refused={128: REASON})], tmp_path / "none")

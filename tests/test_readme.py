@@ -12,6 +12,7 @@ import pytest
 import hf_posenc as posenc
 from hf_posenc.cli import app
 from hf_posenc.errors import UnsupportedEncodingError
+from hf_posenc.evaluation.protocols import PROTOCOLS
 from hf_posenc.family import FAMILIES
 from hf_posenc.quickstart import BASE
 from tests.models import SUBJECTS
@@ -74,6 +75,27 @@ def model_types() -> str:
     """The model types that have a record, as README lists them."""
     lines = textwrap.wrap(", ".join(f"`{name}`" for name in FAMILIES), width=120, break_on_hyphens=False)
     return "\n".join([f"{len(list(FAMILIES))} model types have a record:", *lines])
+
+
+def test_every_protocol_is_described() -> None:
+    written = re.search(r"<!-- protocols -->\n(.*?)\n?<!-- /protocols -->", README, flags=re.DOTALL)
+    assert written is not None
+    assert written.group(1) == protocols()
+
+
+def protocols() -> str:
+    """The table of protocols, from their records."""
+    lines = [
+        "| protocol | windows | `s` at length 1,024 | before a text | average |",
+        "| --- | --- | ---: | --- | --- |",
+    ]
+    starts = {None: "as you say", "prepend": "BOS", "every_window": "BOS in each window"}
+    for name, protocol in PROTOCOLS.items():
+        stride = f"{protocol.stride(1024):,}" if protocol.stride else ""
+        mean = f"{protocol.mean}; and by token" if protocol.mean else "by token"
+        cells = [f"`{name}`", protocol.says.format(stride="`s`"), stride, starts[protocol.bos_policy], mean]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation import LengthCurve
-from hf_posenc.evaluation.protocols import NONOVERLAPPING, PROTOCOLS, SLIDING, in_words
+from hf_posenc.evaluation.protocols import FIXED_TARGET, NONOVERLAPPING, PROTOCOLS, SLIDING, in_words
 from hf_posenc.report.comparability import by_protocol, check_comparable, tokenizers_differ
 
 OVERLAP_NOTE = (
@@ -18,6 +18,7 @@ OVERLAP_NOTE = (
     "places a model knows, which hides what happens past them"
 )
 _BITS_NOTE = "at the longest length within the trained one; compare models of different tokenizers by this"
+_EFFECTIVE_NOTE = "up to here, longer context keeps the loss within 1 % of that at the trained length"
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -52,21 +53,24 @@ def length_grid(curves: Sequence[LengthCurve]) -> Grid:
     groups = by_protocol(curves)
     notes = _Notes()
     n_words = 2 if len(groups) > 1 else 1
-    with_bits = tokenizers_differ(curves)
-    bits = ["bits/byte" + notes.mark(_BITS_NOTE)] if with_bits else []
+    extra: dict[str, Callable[[LengthCurve], str]] = {}
+    if tokenizers_differ(curves):
+        extra["bits/byte" + notes.mark(_BITS_NOTE)] = _bits_cell
+    if FIXED_TARGET in groups:
+        extra["effective" + notes.mark(_EFFECTIVE_NOTE)] = _effective_cell
     rows = []
     for name in dict.fromkeys(curve.name for curve in curves):
         for curve in (curve for curve in curves if curve.name == name):
             first = [name, curve.protocol][:n_words]
             cells = [_cell(curve, length, curve.ppl, notes) for length in lengths]
-            rows.append([*first, *cells, *([_bits_cell(curve)] if with_bits else [])])
+            rows.append([*first, *cells, *(cell(curve) for cell in extra.values())])
             if curve.protocol in PROTOCOLS and (mean := PROTOCOLS[curve.protocol].mean) and curve.ppl:
                 first[-1] += ", own mean" + notes.mark(f"as the origin averages: {mean}")
                 own = [_cell(curve, length, curve.origin_ppl, notes) for length in lengths]
-                rows.append([*first, *own, *([""] if with_bits else [])])
+                rows.append([*first, *own, *("" for _ in extra)])
     mark = notes.mark(OVERLAP_NOTE) if {NONOVERLAPPING, SLIDING} <= set(groups) else ""
     words = ["model", f"protocol{mark}"][:n_words]
-    return Grid([*words, *(f"{length:,}" for length in lengths), *bits], n_words, rows, notes.lines())
+    return Grid([*words, *(f"{length:,}" for length in lengths), *extra], n_words, rows, notes.lines())
 
 
 def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity against length") -> Group:
@@ -142,3 +146,10 @@ def _bits_cell(curve: LengthCurve) -> str:
     if curve.bits_per_byte is None or curve.reference_length is None:
         return ""
     return f"{curve.bits_per_byte[curve.reference_length]:.3f}"
+
+
+def _effective_cell(curve: LengthCurve) -> str:
+    """The effective length, where only the context grew; "or more" where it is the longest that was asked for."""
+    if curve.protocol != FIXED_TARGET or curve.effective_length is None:
+        return ""
+    return f"{curve.effective_length:,}" + (" or more" if curve.effective_length == curve.lengths[-1] else "")
