@@ -8,6 +8,7 @@ WORKERS ?= 2
 QUICKSTART_ARGS ?=
 BENCHMARK_ARGS ?= --short
 RELEASES_ARGS ?=
+RUN ?=
 
 # one worker a file, so that what a module's tests share is made once; in the order of tests/conftest.py
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -53,8 +54,8 @@ format: $(DEV)/stamp  ## let ruff fix and format the code
 	$(DEV)/bin/ruff check --fix .
 	$(DEV)/bin/ruff format .
 
-cards: $(DEV)/stamp  ## write the cards in model_cards/ again, from their results
-	$(DEV)/bin/hf-posenc card model_cards/quickstart --name "hf-posenc quickstart" --licence apache-2.0
+cards: $(DEV)/stamp  ## write the cards in model_cards/ again; from a new run: make cards RUN=folder
+	$(DEV)/bin/python scripts/cards.py $(RUN)
 
 clean:  ## remove the environments and caches
 	rm -rf $(DEV) $(OLDEST) $(QUICKSTART) $(RELEASES) .mypy_cache .ruff_cache .pytest_cache build dist
