@@ -19,7 +19,7 @@ from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.quickstart import BASE
 from hf_posenc.report import length_grid, panels, read_curves, write_report
-from hf_posenc.report.chart import charts
+from hf_posenc.report.chart import BOTTOM, HEIGHT, TOP, charts
 from hf_posenc.report.compare_command import main
 from hf_posenc.report.comparison import compare
 from hf_posenc.report.page import page
@@ -114,7 +114,8 @@ def test_rows_hold_every_number_and_are_read_by_datasets(results: tuple[Path, Pa
 
 
 def test_an_infinite_perplexity_is_no_number_in_rows_plots_or_pages(tmp_path: Path) -> None:
-    wild = curve("wild", {128: 20.0, 256: 30.0}, nll_sum={128: 3000.0, 256: 1e7})
+    sums = {128: 3000.0, 256: 1e7}
+    wild = curve("wild", {128: 20.0, 256: 30.0}, nll_sum=sums, interval={128: (2.9, 1e4), 256: (9e3, 1e4)})
     write_rows([wild], tmp_path)
     lines = (tmp_path / "curves.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["ppl"] is None for line in lines] == [False, True, True]
@@ -132,6 +133,9 @@ def test_a_chart_places_numbers_as_the_axes_say() -> None:
     assert y2 < y1 < y0
     assert perplexity.lines[1].dots == [(x0, y0)] == [perplexity.lines[1].cross]
     assert perplexity.lines[0].cross is None
+    heights = [float(place.split()[1].rstrip("Z")) for place in re.split("[ML]", perplexity.lines[0].band)[1:]]
+    assert len(heights) == 6
+    assert all(TOP <= height <= HEIGHT - BOTTOM for height in heights)  # the band too stays within the axes
     assert [text for _, text in perplexity.x_ticks] == ["128", "256", "512"]
     last: dict[str, object] = perplexity.columns[-1]
     assert last["rows"] == [

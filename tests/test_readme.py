@@ -93,7 +93,7 @@ def protocols() -> str:
     for name, protocol in PROTOCOLS.items():
         stride = f"{protocol.stride(1024):,}" if protocol.stride else ""
         mean = f"{protocol.mean}; and by token" if protocol.mean else "by token"
-        cells = [f"`{name}`", protocol.says.format(stride="`s`"), stride, starts[protocol.bos_policy], mean]
+        cells = [f"`{name}`", protocol.says.format(stride="`s` tokens"), stride, starts[protocol.bos_policy], mean]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

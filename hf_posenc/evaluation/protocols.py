@@ -139,7 +139,7 @@ PROTOCOLS: dict[str, Protocol] = {
         ),
         Protocol(
             name=FIXED_TARGET,
-            says="the last {stride} tokens of each document under growing context",
+            says="the last {stride} of each document under growing context",
             cut=cuts.fixed_target,
             stride=lambda length: 200,
             once=False,

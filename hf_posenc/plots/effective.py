@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
-from matplotlib.lines import Line2D
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve
-from hf_posenc.plots.canvas import COLOURS, GREY, STYLE, canvas, head, length_axis, save
+from hf_posenc.plots.canvas import COLOURS, STYLE, canvas, head, length_axis, save
 
 
 def plot_effective_lengths(
@@ -33,7 +32,7 @@ def plot_effective_lengths(
         for row, curve in enumerate(shown):
             colour = COLOURS[row % len(COLOURS)]
             effective = curve.effective_length or 0
-            axes.plot([lengths[0], effective], [row, row], color=colour, linewidth=9, solid_capstyle="butt")
+            axes.plot([lengths[0], effective], [row, row], color=colour, linewidth=12, solid_capstyle="butt")
             beyond = " or more" if effective == max(curve.ppl) and effective == lengths[-1] else ""
             axes.annotate(
                 f"{effective:,}{beyond}", (effective, row), xytext=(6, 0), textcoords="offset points", va="center"
@@ -44,7 +43,5 @@ def plot_effective_lengths(
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("context in tokens")
-        trained = Line2D([], [], color="black", marker="|", markersize=11, markeredgewidth=2, linestyle="none")
-        axes.legend([trained], ["trained length"], frameon=False, fontsize=9, labelcolor=GREY, loc="lower right")
-        head(axes, title, f"up to here the loss stays within 1 % of that at the trained length · {shown[0].protocol}")
+        head(axes, title, "up to here the loss stays within 1 % of that at the trained length, which the tick marks")
         return save(figure, path)

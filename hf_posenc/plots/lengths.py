@@ -23,7 +23,7 @@ from hf_posenc.plots.canvas import (
     rule,
     save,
 )
-from hf_posenc.plots.quantities import PERPLEXITY, Quantity, finite
+from hf_posenc.plots.quantities import PERPLEXITY, Quantity, bands, finite
 from hf_posenc.plots.ticks import in_short, value_ticks
 
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
@@ -74,10 +74,8 @@ def _draw(axes: Axes, curve: LengthCurve, quantity: Quantity, index: int, dashes
     colour = COLOURS[index % len(COLOURS)]
     look: Any = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linestyle": dashes}
     axes.plot(list(values), list(values.values()), **look, markeredgecolor="white", markersize=5.5, linewidth=2)
-    intervals = quantity.intervals(curve)
-    bands = [(length, *ends) for length in values if (ends := intervals.get(length)) is not None]
-    if bands and dashes == _DASHES[0]:
-        places, low, high = zip(*bands, strict=True)
+    if dashes == _DASHES[0] and (shaded := bands(curve, quantity)):
+        places, low, high = zip(*shaded, strict=True)
         axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
     if stops(curve):
         end, value = max(values.items())
@@ -100,7 +98,7 @@ def _note(curves: Sequence[LengthCurve], protocols: Sequence[str], quantity: Qua
     lines = zip(protocols, _DASH_NAMES * len(protocols), strict=False)
     parts = [f"{dashes}: {protocol}" for protocol, dashes in lines] if len(protocols) > 1 else list(protocols)
     counts = [count for curve in curves for count in curve.n_tokens.values()]
-    banded = any(ends is not None for curve in curves for ends in quantity.intervals(curve).values())
+    banded = any(bands(curve, quantity) for curve in curves)
     parts += [f"{max(counts, default=0):,} tokens in {first.n_documents:,} documents"]
     parts += ["bands: 95 % over documents"] if banded else []
     none = dict.fromkeys(curve.name for curve in curves if not quantity.values(curve))

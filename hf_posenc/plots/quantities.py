@@ -63,13 +63,13 @@ BITS_PER_BYTE = Quantity(
 )
 RATIO = Quantity(
     name="ratio",
-    axis="perplexity as a multiple of that within the trained length (1 = nothing lost)",
+    axis="perplexity relative to the trained length (1 = nothing lost)",
     log=True,
     values=lambda curve: curve.ratio,
 )
 GAIN = Quantity(
     name="gain from context",
-    axis="nats per token saved against the shortest window (higher is better)",
+    axis="nats per token that context saves (higher is better)",
     log=False,
     values=lambda curve: curve.gain,
 )
@@ -84,3 +84,10 @@ ACCURACY = Quantity(
 def finite(values: Mapping[int, float]) -> dict[int, float]:
     """Return the numbers that an axis can show: a model that is sure and wrong has an infinite perplexity."""
     return {length: value for length, value in sorted(values.items()) if math.isfinite(value)}
+
+
+def bands(curve: LengthCurve, quantity: Quantity) -> list[tuple[int, float, float]]:
+    """Return (length, low, high) for each interval that an axis can show, where the value itself can be shown."""
+    values, intervals = finite(quantity.values(curve)), quantity.intervals(curve)
+    found = [(length, *ends) for length in values if (ends := intervals.get(length)) is not None]
+    return [(length, low, high) for length, low, high in found if math.isfinite(low) and math.isfinite(high)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.plots.canvas import COLOURS, apart
 from hf_posenc.plots.lengths import stops
-from hf_posenc.plots.quantities import ACCURACY, BITS_PER_BYTE, GAIN, PERPLEXITY, RATIO, Quantity, finite
+from hf_posenc.plots.quantities import ACCURACY, BITS_PER_BYTE, GAIN, PERPLEXITY, RATIO, Quantity, bands, finite
 from hf_posenc.plots.ticks import in_short, value_ticks
 from hf_posenc.report.comparability import tokenizers_differ
 from hf_posenc.report.table import in_figures
@@ -65,12 +65,11 @@ def charts(curves: Sequence[LengthCurve]) -> list[Chart]:
 
 def _chart(curves: Sequence[LengthCurve], quantity: Quantity) -> Chart:
     lengths = sorted({length for curve in curves for length in curve.lengths})
-    values = [value for curve in curves for value in finite(quantity.values(curve)).values()]
-    low, high = _around(min(values), max(values), log=quantity.log)
+    low, high = _around(_shown(curves, quantity), log=quantity.log)
     x = _scale(lengths[0] / 1.08, lengths[-1] * 1.08, LEFT, WIDTH - RIGHT, log=True)
     y = _scale(low, high, HEIGHT - BOTTOM, TOP, log=quantity.log)
     models = list(dict.fromkeys(curve.name for curve in curves))
-    protocols = list(dict.fromkeys(curve.protocol for curve in curves))[::-1]  # the last is drawn solid
+    protocols = _protocols(curves)
     numbers = [(curve, models.index(curve.name), protocols.index(curve.protocol)) for curve in curves]
     ends = _ends([curve for curve in curves if curve.protocol == protocols[0]], quantity, lengths[-1], x, y)
     trained = sorted({curve.trained_length for curve in curves if curve.trained_length})
@@ -84,8 +83,21 @@ def _chart(curves: Sequence[LengthCurve], quantity: Quantity) -> Chart:
     )
 
 
-def _around(low: float, high: float, *, log: bool) -> tuple[float, float]:
+def _shown(curves: Sequence[LengthCurve], quantity: Quantity) -> list[float]:
+    """Return all numbers that the axis has to show: values, and the bands of the protocol that is drawn with them."""
+    values = [value for curve in curves for value in finite(quantity.values(curve)).values()]
+    solid = [curve for curve in curves if curve.protocol == _protocols(curves)[0]]
+    return values + [end for curve in solid for _, *ends in bands(curve, quantity) for end in ends]
+
+
+def _protocols(curves: Sequence[LengthCurve]) -> list[str]:
+    """Return the protocols in the order of their dashes: the last one measured is drawn solid."""
+    return list(dict.fromkeys(curve.protocol for curve in curves))[::-1]
+
+
+def _around(values: Sequence[float], *, log: bool) -> tuple[float, float]:
     """Return the ends of the axis, a little outside the values."""
+    low, high = min(values), max(values)
     if log:
         room = max((high / low) ** 0.06, 1.02)
         return low / room, high * room
@@ -111,15 +123,14 @@ def _line(
 ) -> Line:
     values = finite(quantity.values(curve))
     dots = [(x(length), y(value)) for length, value in values.items()]
-    intervals = quantity.intervals(curve)
-    bands = [(x(length), y(ends_[0]), y(ends_[1])) for length in values if (ends_ := intervals.get(length))]
-    outline = [(at, low) for at, low, _ in bands] + [(at, high) for at, _, high in bands[::-1]]
+    shaded = bands(curve, quantity) if protocol == 0 else []
+    outline = [(x(length), y(low)) for length, low, _ in shaded] + [(x(at), y(high)) for at, _, high in shaded[::-1]]
     return Line(
         model=model,
         protocol=protocol,
         colour=model % len(COLOURS),
         path=_path(dots),
-        band=_path(outline) + "Z" if len(bands) > 1 and protocol == 0 else "",
+        band=_path(outline) + "Z" if len(shaded) > 1 else "",
         dots=dots,
         end=ends.get(curve.name) if protocol == 0 else None,
         cross=dots[-1] if dots and stops(curve) else None,
@@ -156,7 +167,7 @@ def _ends(
 def _column(curves: Sequence[LengthCurve], quantity: Quantity, length: int, place: float) -> dict[str, object]:
     """Return what pointing at a length shows: a row a model, a cell a protocol, and why a value is missing."""
     models = list(dict.fromkeys(curve.name for curve in curves))
-    protocols = list(dict.fromkeys(curve.protocol for curve in curves))[::-1]
+    protocols = _protocols(curves)
     texts = {(curve.name, curve.protocol): _text(curve, quantity, length) for curve in curves}
     rows = [
         {"model": index, "name": name, "cells": [texts.get((name, protocol), "") for protocol in protocols]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hf_posenc.evaluation.protocols import in_words
+from hf_posenc.evaluation.protocols import FIXED_TARGET, in_words
 from hf_posenc.plots.canvas import COLOURS
 from hf_posenc.report import chart
 from hf_posenc.report.comparability import Panel, by_protocol, tokenizers_differ
@@ -37,6 +37,7 @@ def page(panels: Sequence[Panel], *, title: str) -> str:
         light=COLOURS,
         dark=_ON_DARK,
         size=chart,
+        growing=any(curve.protocol == FIXED_TARGET for panel in panels for curve in panel.curves),
     )
 
 
@@ -50,7 +51,7 @@ def _described(panel: Panel) -> dict[str, object]:
         "charts": chart.charts(panel.curves),
         "grid": length_grid(panel.curves),
         "models": list(dict.fromkeys(curve.name for curve in panel.curves)),
-        "protocols": list(how.items())[::-1],  # in the order of their dashes
+        "protocols": list(how.items())[::-1],  # in the order of their dashes, as in the chart
         "sentences": [f"{name}: {describe_protocol(group)}." for name, group in groups.items()],
         "tokenizers_differ": tokenizers_differ(panel.curves),
         "versions": sorted({tuple(sorted(curve.versions.items())) for curve in panel.curves}),
