@@ -240,7 +240,7 @@ def test_a_browser_shows_the_page_in_light_and_dark(results: tuple[Path, Path]) 
             assert "256 tokens" in shown.locator(".tip").first.inner_text()
             assert "40.00" in shown.locator(".tip").first.inner_text()
             shown.get_by_label("new").uncheck()
-            assert shown.locator("g.line:visible").count() == 1
+            assert shown.locator("g.line:not(.shade):visible").count() == 1
             shown.get_by_label("ratio").check()
             assert shown.locator("figure:visible").count() == 1
             assert errors == []
