@@ -15,6 +15,8 @@ import hf_posenc as posenc
 from hf_posenc.encodings.t5_bias import T5
 from hf_posenc.errors import PosencError
 from tests.families.models import MODEL_TYPES, causal, stock
+from tests.families.stacked import MODEL_TYPES as STACKED
+from tests.families.stacked import stock as stacked
 
 TABLE = Path(__file__).with_name("REFUSED.md")
 WAYS: dict[str, posenc.EncodingConfig] = {
@@ -27,18 +29,21 @@ WAYS: dict[str, posenc.EncodingConfig] = {
 }
 
 
+ALL = [*MODEL_TYPES, *STACKED]
+
+
 def refusal(model_type: str, way: str) -> str | None:
     """The first sentence of why a plan is refused, without what only this tiny model has; None where it is not."""
     try:
-        posenc.plan(stock(model_type), WAYS[way])
+        posenc.plan(stacked(model_type) if model_type in STACKED else stock(model_type), WAYS[way])
     except PosencError as error:
-        return re.split(r"[;.:] |, (?:was|got)|[.;]$", str(error))[0].replace("|", "/")
+        return re.split(r"[;.] |, (?:was|got)| \(\{|[.;]$", str(error))[0].replace("|", "/")
     return None
 
 
 def written() -> str:
     """The table, and the counts above it."""
-    cells = {(kind, way): refusal(kind, way) for kind in MODEL_TYPES for way in WAYS}
+    cells = {(kind, way): refusal(kind, way) for kind in ALL for way in WAYS}
     refused = {cell: reason for cell, reason in cells.items() if reason is not None}
     counts = Counter(way for _, way in refused)
     by_reason: dict[tuple[str, str], list[str]] = {}
@@ -49,7 +54,7 @@ def written() -> str:
         "# Cells that are refused",
         "",
         f"{len(MODEL_TYPES)} model types ({kinds['causal']} causal, {kinds['bidirectional']} bidirectional) of one "
-        f"stack and {len(WAYS)} encodings make {len(cells)} cells; {len(refused)} are refused: "
+        f"stack, {len(STACKED)} of two and {len(WAYS)} encodings make {len(cells)} cells; {len(refused)} are refused: "
         + ", ".join(f"{way} {counts[way]}" for way in WAYS)
         + ".",
         "",
@@ -71,7 +76,7 @@ def test_the_counts_are_those_of_the_rows() -> None:
     counts: Counter[str] = Counter()
     for way, types in rows:
         counts[way] += len(types.split(", "))
-    assert f"make {len(MODEL_TYPES) * len(WAYS)} cells; {counts.total()} are refused" in text
+    assert f"make {len(ALL) * len(WAYS)} cells; {counts.total()} are refused" in text
     assert all(f"{way} {counts[way]}" in text for way in WAYS)
 
 
