@@ -62,6 +62,10 @@ class PublishError(PosencError, RuntimeError):
     """A model that cannot be published as asked: rights, licence, or a Hub that refuses."""
 
 
+class TrainingError(PosencError, RuntimeError):
+    """A training run that cannot go on, because its loss is no number any more."""
+
+
 class OutputExistsError(PosencError, FileExistsError):
     """An output folder that already holds a result."""
 

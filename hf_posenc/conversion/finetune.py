@@ -68,7 +68,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
         LengthError: rows longer than the model has positions for.
         DataError: documents that cannot be used.
     """
-    require_free(config, resume=resume)
+    require_free(config.output_dir, asdict(config), resume=resume)
     run = _prepare(config)
     folder = Path(config.output_dir)
     checkpoint = last_checkpoint(folder) if resume else None
@@ -109,7 +109,7 @@ def dry_run(config: FinetuneConfig) -> str:
     Raises:
         Everything that `finetune` raises before its first step.
     """
-    require_free(config, resume=False)
+    require_free(config.output_dir, asdict(config), resume=False)
     run = _prepare(config)
     args, packing = _training_arguments(config), run.rows.report
     _require_a_step(config, packing, processes=args.world_size)

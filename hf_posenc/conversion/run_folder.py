@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from matplotlib.figure import Figure
 
-from hf_posenc.conversion.finetune_config import FinetuneConfig
 from hf_posenc.errors import ConfigError, OutputExistsError
 
 CONFIG, RESULT, PLOT, CHECKPOINTS, ADAPTER = "config.yaml", "result.json", "loss.png", "checkpoints", "adapter"
 
 
-def require_free(config: FinetuneConfig, *, resume: bool) -> None:
+def require_free(output_dir: str | Path, told: Mapping[str, Any], *, resume: bool) -> None:
     """Check that a run may write into its folder.
+
+    Args:
+        output_dir: the folder.
+        told: what the run is told, as plain data; the run to resume wrote it into `config.yaml`.
+        resume: whether an unfinished run may be there.
 
     Raises:
         OutputExistsError: the folder holds a finished run, something else, or an unfinished run without `resume`.
-        ConfigError: the unfinished run was told something else than `config`.
+        ConfigError: the unfinished run was told something else.
     """
-    folder = Path(config.output_dir)
+    folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise OutputExistsError(f"{folder} is a file; a run needs a folder.")
     if (folder / RESULT).exists():
@@ -34,7 +38,7 @@ def require_free(config: FinetuneConfig, *, resume: bool) -> None:
     if (folder / "config.json").exists():
         raise OutputExistsError(f"{folder} holds a model, and a run would overwrite it. Name another folder.")
     if resume and (folder / CONFIG).exists():
-        _require_same(config, yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")))
+        _require_same(told, yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")))
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -60,10 +64,9 @@ def plot_loss(losses: Sequence[Sequence[float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _require_same(config: FinetuneConfig, written: Any) -> None:
-    before = FinetuneConfig.from_mapping(written)
-    for name in FinetuneConfig.__dataclass_fields__:
-        then, now = getattr(before, name), getattr(config, name)
+def _require_same(told: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+    for name, now in told.items():
+        then = written.get(name)
         if then != now and name != "output_dir":  # the folder may have been moved or be named another way
             raise ConfigError(f"The run to resume was started with {name} {then!r}, not {now!r}; give the same config.")
 

@@ -28,6 +28,17 @@ def causal_batch(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
+def asked(logits: torch.Tensor, labels: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits that are asked for, (targets, vocabulary), and the words that were there, (targets,).
+
+    In a causal model, a label belongs to the logits of the token before it.
+    """
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    wanted = labels != IGNORED
+    return logits[wanted], labels[wanted]
+
+
 @torch.no_grad()
 def packed_perplexity(model: PreTrainedModel, dataset: Dataset, *, batch_size: int = 32) -> float:
     """Return exp(mean NLL) over all targets of packed rows: each row alone, n - 1 targets in a row of n tokens.

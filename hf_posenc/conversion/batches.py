@@ -1,0 +1,98 @@
+"""Rows of text for a conversion, and batches whose random part follows from the row alone.
+
+A run that was killed, or that is spread over several processes, then masks and moves each row as any other would.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.collators import PoSE
+from hf_posenc.conversion.training import IGNORED, causal_batch
+from hf_posenc.data import Document, PackedDataset, pack, tokenize
+from hf_posenc.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MASKED_SHARE = 0.15
+Texts = Sequence[str] | Sequence[Sequence[int]]
+
+
+def packed_rows(
+    texts: Texts, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, *, length: int, seed: int | None
+) -> PackedDataset:
+    """Return rows of `length` tokens of texts, or of lists of token ids, in an order drawn by `seed`.
+
+    Raises:
+        DataError: no text, text without a tokenizer, tokens that the model does not know, or less than a row.
+        ConfigError: nothing says which token stands between texts.
+    """
+    if isinstance(texts, str) or not len(texts):
+        raise DataError("documents must be a list of texts or of token-id lists, with at least one in it.")
+    if isinstance(texts[0], str):
+        if tokenizer is None:
+            raise DataError("documents are texts; give the tokenizer of the model too.")
+        ids = tokenize([Document(str(number), str(text)) for number, text in enumerate(texts)], tokenizer)
+    else:
+        ids = [[int(token) for token in text] for text in texts]
+    words = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
+    highest = max((max(text) for text in ids if text), default=0)
+    if highest >= words:
+        raise DataError(f"documents hold token {highest}, and the model knows {words}: is this another vocabulary?")
+    ends = [getattr(holder, name, None) for holder in (tokenizer, model.config) for name in _ENDS]
+    end = next((token for token in ends if isinstance(token, int)), None)
+    if end is None:
+        raise ConfigError("neither tokenizer nor config names an end-of-text or separator token to put between texts.")
+    return pack(ids, length, eos_token_id=end, seed=seed)
+
+
+_ENDS = ("eos_token_id", "sep_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Collates packed rows; what is drawn at random depends on `seed` and the row alone.
+
+    Attributes:
+        causal: whether every token but the first is a target; otherwise masked ones are.
+        mask_token_id: stands for the tokens that a masked model is to guess, 15 % of a row.
+        reach: the length whose positions are drawn (`collators.PoSE`), None for those of the row.
+        seed: of the draws.
+    """
+
+    causal: bool
+    mask_token_id: int | None = None
+    reach: int | None = None
+    seed: int = 0
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Return `input_ids`, `labels` and, where positions are drawn, `position_ids`, each (b, n) int64."""
+        batch = causal_batch(rows) if self.causal else self._masked(rows)
+        if self.reach is not None:
+            drawn = []
+            for row in batch["input_ids"]:
+                pose = PoSE(max_length=self.reach)
+                pose.generator = self._draw(row)
+                drawn.append(pose.positions(len(row)))
+            batch["position_ids"] = torch.stack(drawn)
+        return batch
+
+    def _masked(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        input_ids = torch.tensor([row["input_ids"] for row in rows], dtype=torch.long)
+        labels = torch.full_like(input_ids, IGNORED)
+        hidden = max(1, round(MASKED_SHARE * input_ids.shape[1]))
+        for row, label in zip(input_ids, labels, strict=True):
+            places = torch.randperm(len(row), generator=self._draw(row))[:hidden]
+            label[places] = row[places]
+            row[places] = int(self.mask_token_id or 0)
+        return {"input_ids": input_ids, "labels": labels}
+
+    def _draw(self, row: Tensor) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(row.numpy().tobytes(), self.seed))

@@ -1,0 +1,248 @@
+"""The stages of one conversion, each measured before and after on the same held-out rows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import PartialState
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+from hf_posenc.anatomy import by_layer_type, own_rope
+from hf_posenc.config import Encoding
+from hf_posenc.conversion.absorption import absorb, position_rows
+from hf_posenc.conversion.adapters import add_lora, save_and_merge
+from hf_posenc.conversion.annealing import Fade, Rows, annealed
+from hf_posenc.conversion.batches import Batches
+from hf_posenc.conversion.calibration import calibrate, can_calibrate
+from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
+from hf_posenc.conversion.layerwise import layer_paths, stream_positions
+from hf_posenc.conversion.recipe import Recipe
+from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint
+from hf_posenc.conversion.training import asked
+from hf_posenc.encodings.rope import RoPE
+from hf_posenc.errors import ConfigError
+from hf_posenc.evaluation.scoring import evaluation_mode
+from hf_posenc.patching import patch
+from hf_posenc.planning import PatchPlan
+
+
+@dataclass(kw_only=True)
+class Stages:
+    """One conversion under way.
+
+    Attributes:
+        model: the model; patched once `start` was called.
+        plan: of the patch.
+        recipe: what is done.
+        batches: collates rows.
+        train, held_out: datasets of packed rows.
+        record: what came of every stage so far.
+        calibration: how well the encoding could be fitted, None where that was not done.
+        training: device, steps, tokens, seconds and losses of the training.
+    """
+
+    model: PreTrainedModel
+    plan: PatchPlan
+    recipe: Recipe
+    batches: Batches
+    train: Any
+    held_out: Any
+    record: list[dict[str, Any]] = field(default_factory=list)
+    calibration: dict[str, Any] | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+    original: PreTrainedModel | None = field(default=None, init=False)
+    rows: Tensor | None = field(default=None, init=False)  # what the original adds at every position, less what stays
+    old: Encoding | None = field(default=None, init=False)
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of the patched model."""
+        found: Encoding = self.plan.body_of(self.model).posenc
+        return found
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens of all processes in one step."""
+        return self.recipe.batch_size * len(self.train[0]["input_ids"]) * PartialState().num_processes
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the budget pays for."""
+        return self.recipe.tokens // self.tokens_a_step
+
+    def start(self) -> None:
+        """Patch, absorb and calibrate: everything that is not training.
+
+        Raises:
+            ConfigError: the budget does not pay for a step, a step takes more rows than there are, or nothing of the
+                old positions can fade.
+            PosencError: what `patch` raises.
+        """
+        recipe, model = self.recipe, self.model
+        if recipe.tokens and not self.steps:
+            raise ConfigError(f"tokens={recipe.tokens} is less than one step, {self.tokens_a_step}; give more tokens.")
+        if self.steps and len(self.train) < self.tokens_a_step // len(self.train[0]["input_ids"]):
+            raise ConfigError(f"the text fills {len(self.train)} rows, fewer than a step takes; give more text.")
+        self.rows = rows = position_rows(model)
+        self.old = self._old_positions(rows) if recipe.anneal is not None else None
+        before = self.loss()
+        self.original = original = original_of(model, shared=not self.steps or recipe.lora_rank > 0)
+        patch(model, self.plan.config)
+        after = self._note("replace", before)
+        if recipe.absorb is not None and rows is not None:
+            first = min(recipe.absorb.first_row, len(rows) - 1)
+            constant = rows[first:].double().mean(0).to(rows)
+            absorb(model, constant)
+            if isinstance(self.old, Rows):
+                self.old = Rows(rows - constant)
+            self.rows = rows - constant
+            after = self._note("absorb", after)
+        if recipe.calibrate is not None and can_calibrate(self.encoding):
+            some = torch.tensor(self.train[: recipe.calibrate.rows]["input_ids"])
+            found = calibrate(model, original, some, self.plan.geometry)
+            self.calibration = asdict(found)
+            self._note("calibrate", after, tokens=some.numel())
+
+    def _old_positions(self, rows: Tensor | None) -> Encoding:
+        """Return what the unpatched model has, as an encoding that can fade."""
+        if rows is not None:
+            return Rows(rows)
+        family, geometry = self.plan.family, self.plan.geometry
+        rope = own_rope(self.model, family, geometry)
+        if rope is None or by_layer_type(rope):
+            raise ConfigError(f"{type(self.model).__name__} has no positions that can fade; leave anneal out.")
+        pairing = "interleaved" if family.interleaved else "half_split"
+        return RoPE().for_model(geometry, {**rope, "pairing": pairing}).build(geometry)
+
+    def finish(self, folder: Path | None, told: dict[str, Any], *, resume: bool, seed: int) -> None:
+        """Train until the budget is spent; checkpoints and the config lie in `folder`, where there is one."""
+        lesson, new = self._lesson(), self.encoding
+        body = self.plan.body_of(self.model)
+        if self.old is not None:
+            lesson.fade = Fade()
+            body.posenc = annealed(self.old, new, lesson.fade)
+        trained: Any = add_lora(self.model, rank=self.recipe.lora_rank) if self.recipe.lora_rank else self.model
+        checkpoint = last_checkpoint(folder) if folder is not None and resume else None
+        before = self.loss()
+        with tempfile.TemporaryDirectory() as scratch:
+            trainer = ConversionTrainer(
+                lesson=lesson,
+                model=trained,
+                args=self._arguments(
+                    folder / CHECKPOINTS if folder else Path(scratch), saves=folder is not None, seed=seed
+                ),
+                train_dataset=self.train,
+                data_collator=self.batches,
+                optimizers=optimizer_of(trained, lesson, self.plan.attention),
+                callbacks=[_Watch(self, lesson)],
+            )
+            first = trainer.is_world_process_zero()
+            if folder is not None and first:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / CONFIG).write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
+            uses_cache, start = self.model.config.use_cache, time.perf_counter()
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.model.config.use_cache = uses_cache
+        body.posenc = new if self.old is not None else body.posenc
+        if self.recipe.lora_rank:
+            self.model = save_and_merge(trained, folder / ADAPTER if folder and first else None)
+        self._note_training(trainer.state.log_history, before)
+        self.training |= {
+            "device": str(trainer.args.device),
+            "processes": trainer.args.world_size,
+            "steps": trainer.state.global_step,
+            "tokens_seen": trainer.state.global_step * self.tokens_a_step,
+            "seconds": round(time.perf_counter() - start, 2),
+            "resumed_from": checkpoint.name if checkpoint else None,
+            "losses": [[e["step"], e["loss"]] for e in trainer.state.log_history if "loss" in e],
+        }
+
+    def _lesson(self) -> Lesson:
+        recipe, first = self.recipe, torch.tensor(self.train[:1]["input_ids"])
+        lesson = Lesson(recipe=recipe, steps=self.steps, causal=self.plan.geometry.causal)
+        if recipe.distill is not None or recipe.layerwise is not None:
+            lesson.original = self.original
+        if recipe.layerwise is not None and self.original is not None:
+            lesson.layers = layer_paths(self.plan.attention)
+            lesson.positions = stream_positions(self.original, lesson.layers[0], self.rows, first)
+        return lesson
+
+    def _arguments(self, folder: Path, *, saves: bool, seed: int) -> TrainingArguments:
+        on_cuda = torch.cuda.is_available()
+        return TrainingArguments(
+            output_dir=str(folder),
+            max_steps=self.steps,
+            per_device_train_batch_size=self.recipe.batch_size,
+            save_strategy="steps" if saves else "no",
+            save_steps=max(1, self.steps // 10),
+            save_total_limit=2,  # a kill while the newest is written leaves the one before
+            logging_steps=max(1, self.steps // 20),
+            remove_unused_columns=False,
+            average_tokens_across_devices=False,  # every batch has as many targets
+            ddp_find_unused_parameters=self.recipe.layerwise is not None,
+            dataloader_drop_last=True,
+            dataloader_pin_memory=on_cuda,
+            use_cpu=not torch.accelerator.is_available(),
+            report_to="none",
+            seed=seed,
+        )
+
+    def loss(self) -> float:
+        """Return the mean loss on the held-out rows, at their own positions, in nats a target."""
+        causal, total, targets = self.plan.geometry.causal, 0.0, 0
+        batches = dataclasses.replace(self.batches, reach=None)
+        with evaluation_mode(self.model):
+            for start in range(0, len(self.held_out), self.recipe.batch_size):
+                end = min(start + self.recipe.batch_size, len(self.held_out))
+                batch = batches([self.held_out[index] for index in range(start, end)])
+                batch = {name: value.to(self.model.device) for name, value in batch.items()}
+                logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
+                found, wanted = asked(logits, batch["labels"], causal=causal)
+                total += float(nn.functional.cross_entropy(found.float(), wanted, reduction="sum"))
+                targets += len(wanted)
+        return total / targets
+
+    def _note(self, stage: str, before: float, *, tokens: int = 0) -> float:
+        after = self.loss()
+        self.record.append({"stage": stage, "before": before, "after": after, "tokens": tokens})
+        return after
+
+    def _note_training(self, log: list[dict[str, Any]], before: float) -> None:
+        """Cut the training into its stages, at the held-out losses that were noted on the way."""
+        done = 0
+        for entry in log:
+            if "held_out_loss" in entry:
+                step, after = int(entry["step"]), float(entry["held_out_loss"])
+                tokens = (step - done) * self.tokens_a_step
+                self.record.append({"stage": entry["stage"], "before": before, "after": after, "tokens": tokens})
+                done, before = step, after
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Notes the held-out loss at the end of every stage of the training, in the log that checkpoints keep."""
+
+    def __init__(self, stages: Stages, lesson: Lesson) -> None:
+        self.stages, self.lesson = stages, lesson
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure where a stage ends."""
+        ended = [name for name, step in self.lesson.ends().items() if step == state.global_step]
+        if ended:
+            self.lesson.fade_to(state.global_step)
+            loss = self.stages.loss()
+            state.log_history.append({"step": state.global_step, "stage": " + ".join(ended), "held_out_loss": loss})
+
+
+def original_of(model: PreTrainedModel, *, shared: bool) -> PreTrainedModel:
+    """Return the model as it is, for keeps; it shares the weights that are not trained, or all of them."""
+    memo: dict[int, Any] = {id(weight): weight for weight in model.parameters() if shared or not weight.requires_grad}
+    return copy.deepcopy(model, memo)
