@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.config import Encoding, Layers
 from hf_posenc.encodings.alibi import AlibiEncoding
+from hf_posenc.encodings.fire import FIREEncoding
 from hf_posenc.evaluation.attention_record import attention_of, centred_scores, reporting_attention
 from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.positions import Geometry, Positions
@@ -42,13 +42,11 @@ class Calibration:
 
 
 def can_calibrate(encoding: Encoding) -> bool:
-    """Tell whether an encoding has parameters of its own in a bias that does not depend on what the tokens are."""
-    contents = ("gate", "score", "output_bias")
-    return (
-        next(encoding.parameters(), None) is not None
-        and encoding.overrides("bias")
-        and not any(map(encoding.overrides, contents))
-    )
+    """Tell whether an encoding, or that of any layer, has parameters in a bias that looks at positions alone."""
+    if isinstance(encoding, Layers):
+        return any(can_calibrate(encoding.of(layer)) for layer in range(len(encoding.layers)))
+    alone = encoding.overrides("distance_bias") or isinstance(encoding, FIREEncoding)
+    return alone and next(encoding.parameters(), None) is not None
 
 
 def calibrate(
@@ -66,7 +64,7 @@ def calibrate(
     Raises:
         UnsupportedFamilyError: the model reports no attention probabilities.
     """
-    encoding: Any = model.base_model.posenc if hasattr(model.base_model, "posenc") else _body_encoding(model)
+    encoding = next(m for path, m in model.named_modules() if path.rpartition(".")[2] == "posenc")
     size = rows.shape[1]
     visible = torch.ones(size, size, dtype=torch.bool, device=model.device)
     visible = visible.tril() if geometry.causal else visible
@@ -137,7 +135,3 @@ def _modules(encoding: Encoding, layers: int) -> Sequence[tuple[Encoding, list[i
     if not isinstance(encoding, Layers):
         return [(encoding, list(range(layers)))]
     return [(encoding.of(layer), [layer]) for layer in range(layers) if can_calibrate(encoding.of(layer))]
-
-
-def _body_encoding(model: PreTrainedModel) -> Any:
-    return next(module for path, module in model.named_modules() if path.rpartition(".")[2] == "posenc")

@@ -134,12 +134,11 @@ class Stages:
         checkpoint = last_checkpoint(folder) if folder is not None and resume else None
         before = self.loss()
         with tempfile.TemporaryDirectory() as scratch:
+            checkpoints = folder / CHECKPOINTS if folder is not None else Path(scratch)
             trainer = ConversionTrainer(
                 lesson=lesson,
                 model=trained,
-                args=self._arguments(
-                    folder / CHECKPOINTS if folder else Path(scratch), saves=folder is not None, seed=seed
-                ),
+                args=self._arguments(checkpoints, saves=folder is not None, seed=seed),
                 train_dataset=self.train,
                 data_collator=self.batches,
                 optimizers=optimizer_of(trained, lesson, self.plan.attention),

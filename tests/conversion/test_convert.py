@@ -1,0 +1,233 @@
+"""Laws of a conversion: exact starts, measured stages, the same weights after a kill, one line for bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import hf_posenc as posenc
+from hf_posenc.conversion import batches as module
+from hf_posenc.conversion.absorption import absorb, position_rows
+from hf_posenc.conversion.annealing import Fade, Rows, annealed
+from hf_posenc.conversion.convert import convert
+from hf_posenc.conversion.distillation import Lesson
+from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
+from hf_posenc.conversion.recipe import Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
+from hf_posenc.conversion.stages import original_of
+from hf_posenc.errors import ConfigError, DataError, OutputExistsError, TrainingError, UnsupportedFamilyError
+
+WORDS, LENGTH = 60, 16
+PATHS = ["transformer.h.0", "transformer.h.1"]
+KERPLE = posenc.encoding("kerple", per_layer=True)
+SIZES = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2(**fields: Any) -> GPT2LMHeadModel:
+    """Return a small random GPT-2 in which positions matter."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**(sizes | SIZES | fields))).eval()
+    torch.nn.init.normal_(model.transformer.wpe.weight, mean=0.3, std=0.5)
+    return model
+
+
+def texts(rows: int = 40) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randint(1, WORDS, (LENGTH - 1,), generator=draw).tolist() for _ in range(rows)]
+
+
+def ids(rows: int = 3) -> torch.Tensor:
+    return torch.tensor(texts(rows))
+
+
+def difference(one: Any, other: Any) -> float:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_absorbed_constant_is_a_table_of_equal_rows(tied: bool) -> None:
+    model = gpt2(tie_word_embeddings=tied)
+    constant = torch.randn(16)
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(constant.expand(LENGTH, -1))
+        wanted = model(ids()).logits.log_softmax(-1)
+    original = original_of(model, shared=True)
+    posenc.patch(model, posenc.NoPE(), verify=False)
+    absorb(model, constant)
+    with torch.no_grad():
+        assert torch.allclose(model(ids()).logits.log_softmax(-1), wanted, atol=1e-5)
+        assert torch.equal(original(ids()).logits.log_softmax(-1), wanted)
+    assert (model.lm_head.weight is model.transformer.wte.weight) is tied
+
+
+def test_what_is_not_trained_is_shared() -> None:
+    model = gpt2()
+    model.transformer.wte.requires_grad_(False)
+    kept = original_of(model, shared=False)
+    shared = {name for name, weight in kept.named_parameters() if weight is model.get_parameter(name)}
+    assert shared == {"transformer.wte.weight"}
+
+
+@pytest.mark.parametrize("target", ["kerple", "rope", "nope"])
+def test_fading_goes_from_the_old_model_to_the_new_one(target: str) -> None:
+    model = gpt2()
+    rows = position_rows(model)
+    with torch.no_grad():
+        wanted = model(ids()).logits
+        posenc.patch(model, posenc.encoding(target), verify=False)
+        new, fade = model.transformer.posenc, Fade()
+        replaced = model(ids()).logits
+        model.transformer.posenc = annealed(Rows(rows), new, fade)
+        assert torch.allclose(model(ids()).logits, wanted, atol=1e-5)
+        fade.weight = 0.0
+        assert torch.allclose(model(ids()).logits, replaced, atol=1e-5)
+        fade.weight = 0.5
+        assert not torch.allclose(model(ids()).logits, replaced, atol=1e-3)
+
+
+def test_layers_that_do_what_the_original_does_have_nothing_to_learn() -> None:
+    """A model without positions is its own patched self; what a table added is taken out exactly."""
+    model = gpt2()
+    torch.nn.init.zeros_(model.transformer.wpe.weight)
+    original, given = original_of(model, shared=False), {"input_ids": ids()}
+    posenc.patch(model, posenc.NoPE(), verify=False)
+    loss = layerwise_loss(model, given, original=original, paths=PATHS, positions=None)
+    assert float(loss.detach()) < 1e-8
+    other = gpt2()
+    rows = position_rows(other)
+    assert stream_positions(other, PATHS[0], rows, ids()) is rows
+    assert stream_positions(other, PATHS[0], None if rows is None else rows + 1, ids()) is None
+
+
+def test_no_gradient_passes_from_a_layer_to_the_one_below() -> None:
+    model = gpt2()
+    original = original_of(model, shared=False)
+    posenc.patch(model, posenc.Alibi(), verify=False)
+    torch.nn.init.zeros_(model.transformer.h[1].attn.c_proj.weight)
+    torch.nn.init.zeros_(original.transformer.h[1].attn.c_proj.weight)
+    layerwise_loss(model, {"input_ids": ids()}, original=original, paths=PATHS, positions=None).backward()
+    assert model.transformer.wte.weight.grad is None
+    assert model.transformer.h[0].attn.c_attn.weight.grad.abs().max() > 0
+
+
+def test_layers_that_share_one_are_refused() -> None:
+    assert layer_paths(["bert.encoder.layer.0.attention.self"]) == ["bert.encoder.layer.0"]
+    with pytest.raises(UnsupportedFamilyError, match="leave the stage layerwise out"):
+        layer_paths(["albert.encoder.albert_layer_groups.0.albert_layers.0.attention"] * 2)
+
+
+def quick(**fields: Any) -> Recipe:
+    defaults = {"tokens": 6 * 4 * LENGTH, "batch_size": 4, "learning_rate": 1e-2, "calibrate": Calibrate(rows=4)}
+    return Recipe(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
+    recipe = quick(anneal=Anneal(share=0.5), layerwise=Layerwise(share=0.3))
+    done = convert(gpt2(), KERPLE, texts(), recipe, output_dir=tmp_path / "run")
+    stages = done.record["stages"]
+    assert [stage["stage"] for stage in stages] == ["replace", "absorb", "calibrate", "layerwise", "anneal", "distill"]
+    assert [stage["tokens"] for stage in stages] == [0, 0, 4 * LENGTH, 2 * 64, 1 * 64, 3 * 64]
+    training = [stage for stage in stages if stage["stage"] in ("anneal", "distill")]
+    assert training[0]["after"] == training[1]["before"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["tokens_seen"] == 6 * 64
+    assert difference(posenc.from_pretrained(tmp_path / "run"), done.model) == 0
+    assert str(done).count("\n") == 5
+
+
+def test_training_helps() -> None:
+    lesson = [[1 + (start + 3 * step) % 7 for step in range(LENGTH - 1)] for start in range(7)] * 8
+    stages = convert(gpt2(), KERPLE, lesson, quick(tokens=20 * 64)).record["stages"]
+    assert stages[-1]["after"] < stages[-1]["before"] - 1
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "anneal and layerwise": {"anneal": Anneal(share=0.5), "layerwise": Layerwise(share=0.5)},
+    "reach": {"reach": Reach(factor=2.0)},
+    "LoRA": {"lora_rank": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_run_ends_as_one_that_was_not(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, encoding = quick(**WAYS[way]), posenc.RoPE() if way == "reach" else KERPLE
+    whole = convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "whole")
+    stock, calls = module.Batches.__call__, []
+
+    def killing(self: Any, rows: Any) -> Any:
+        calls.append(1)
+        if len(calls) == killed_at:
+            raise KeyboardInterrupt
+        return stock(self, rows)
+
+    killed_at = 14  # measuring takes 2 batches each time: a step of training
+    monkeypatch.setattr(module.Batches, "__call__", killing)
+    with pytest.raises(KeyboardInterrupt):
+        convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed")
+    monkeypatch.setattr(module.Batches, "__call__", stock)
+    with pytest.raises(OutputExistsError, match="unfinished run"):
+        convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed")
+    with pytest.raises(ConfigError, match="started with seed 0, not 1"):
+        convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed", resume=True, seed=1)
+    resumed = convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed", resume=True)
+    assert resumed.record["resumed_from"] is not None
+    assert difference(whole.model, resumed.model) == 0
+    assert [stage["after"] for stage in whole.record["stages"]] == [s["after"] for s in resumed.record["stages"]]
+
+
+def test_rotary_sources_and_encoders_take_the_same_road() -> None:
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": LENGTH}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=0))
+    done = convert(llama, posenc.NoPE(), texts(), quick(anneal=Anneal(share=0.5)))
+    assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "anneal", "distill"]
+    bert = BertForMaskedLM(BertConfig(**sizes, pad_token_id=0))
+    bert.config.sep_token_id = 0
+    done = convert(bert, posenc.encoding("t5"), texts(), quick(), tokenizer=_Masks())
+    assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "absorb", "calibrate", "distill"]
+
+
+class _Masks:
+    mask_token_id, eos_token_id = 5, 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"documents": []}, DataError, "at least one"),
+        ({"documents": ["text"]}, DataError, "give the tokenizer"),
+        ({"documents": [[WORDS + 1] * 40]}, DataError, "another vocabulary"),
+        ({"documents": texts(2)}, DataError, "too few"),
+        ({"recipe": quick(tokens=10)}, ConfigError, "less than one step"),
+        ({"recipe": quick(batch_size=64, tokens=10**6)}, ConfigError, "fewer than a step takes"),
+        ({"recipe": {"tokens": 1}}, ConfigError, "expected a Recipe"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    asked: dict[str, Any] = {"documents": texts(), "recipe": quick(calibrate=None)} | given
+    with pytest.raises(error, match=said) as caught:
+        convert(gpt2(), posenc.NoPE(), asked["documents"], asked["recipe"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lesson, "loss", lambda *_: torch.tensor(math.nan))
+    with pytest.raises(TrainingError, match="the loss of step 1 is nan; take a lower learning rate than 0.01"):
+        convert(gpt2(), posenc.NoPE(), texts(), quick())
+
+
+def test_a_distilled_model_hears_the_original() -> None:
+    """A table of equal rows is absorbed whole, so that the divergence from the original starts at zero."""
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(torch.randn(16).expand(LENGTH, -1))
+    recipe = quick(distill=Distill(weight=1.0), tokens=64, learning_rate=1e-9)
+    done = convert(model, posenc.NoPE(), texts(), recipe)
+    assert abs(done.record["losses"][0][1]) < 1e-6
