@@ -41,7 +41,7 @@ def packed_rows(
             raise DataError("documents are texts; give the tokenizer of the model too.")
         ids = tokenize([Document(str(number), str(text)) for number, text in enumerate(texts)], tokenizer)
     else:
-        ids = [[int(token) for token in text] for text in texts]
+        ids = [list(text) for text in texts]
     words = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
     highest = max((max(text) for text in ids if text), default=0)
     if highest >= words:
