@@ -4,6 +4,8 @@ from pathlib import Path as _Path
 
 from hf_posenc.config import Encoding, EncodingConfig, build, encoding, register_encoding
 from hf_posenc.config import encodings as _encodings
+from hf_posenc.conversion.convert import convert
+from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.encodings.alibi import Alibi
 from hf_posenc.encodings.learned import Learned
 from hf_posenc.encodings.nope import NoPE
@@ -48,12 +50,14 @@ __all__ = [
     "NoPE",
     "PosencError",
     "Positions",
+    "Recipe",
     "RoPE",
     "Sinusoidal",
     "Stacks",
     "Temperature",
     "build",
     "compare",
+    "convert",
     "discover",
     "encoding",
     "encodings",

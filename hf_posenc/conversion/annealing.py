@@ -33,6 +33,10 @@ class Annealed(Encoding):
         UnsupportedEncodingError: one of them does something that cannot be faded.
     """
 
+    new: Encoding
+    old: Encoding
+    fade: Fade
+
     def __init__(self, old: Encoding, new: Encoding, fade: Fade) -> None:
         super().__init__()
         for encoding in (old, new):
@@ -43,19 +47,13 @@ class Annealed(Encoding):
                     f"{type(encoding).__name__} cannot be faded: its {what} has no half. Leave anneal out."
                 )
         self.new = new
-        self.__dict__.update(old=old.requires_grad_(False), fade=fade)
+        self.__dict__.update(old=old, fade=fade)  # not submodules
 
     def overrides(self, hook: str) -> bool:
         """Tell whether either encoding gives `hook` a meaning; a bias of the old one takes the general form."""
         if hook == "distance_bias":
             return self.new.overrides(hook) and not self.old.overrides("bias")
         return hook in HOOKS and (self.old.overrides(hook) or self.new.overrides(hook))
-
-    @property
-    def old(self) -> Encoding:
-        """The encoding that fades."""
-        found: Encoding = self.__dict__["old"]
-        return found
 
     def embed(self, position_ids: Tensor) -> Tensor | None:
         """Return the sum of both, (b, n, hidden_size), or None."""
@@ -98,11 +96,12 @@ class Rows(Encoding):
         rows: (positions, width), of the positions from 0 on.
     """
 
+    rows: Tensor
+
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
         self.__dict__["rows"] = rows
 
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return the rows of these positions, (b, n) -> (b, n, width)."""
-        rows: Tensor = self.__dict__["rows"]
-        return rows.to(position_ids.device)[position_ids]
+        return self.rows.to(position_ids.device)[position_ids]

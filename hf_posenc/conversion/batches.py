@@ -41,8 +41,9 @@ def packed_rows(
             raise DataError("documents are texts; give the tokenizer of the model too.")
         ids = tokenize([Document(str(number), str(text)) for number, text in enumerate(texts)], tokenizer)
     else:
-        ids = [list(text) for text in texts]
-    words = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
+        ids = [list(map(int, text)) for text in texts]
+    embedding: Any = model.get_input_embeddings()
+    words = len(embedding.weight)
     highest = max((max(text) for text in ids if text), default=0)
     if highest >= words:
         raise DataError(f"documents hold token {highest}, and the model knows {words}: is this another vocabulary?")

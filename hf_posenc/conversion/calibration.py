@@ -102,11 +102,11 @@ def fit(encoding: Encoding, target: Tensor, geometry: Geometry, visible: Tensor)
     def missed() -> Tensor:
         search.zero_grad()
         loss = (_centred_bias(twin, geometry, visible) - target).square().sum((1, 2)).mean() / len(target)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     with torch.enable_grad():
-        search.step(missed)  # type: ignore[no-untyped-call]
+        search.step(missed)
     with torch.no_grad():
         for own, found in zip(encoding.parameters(), parameters, strict=True):
             own.copy_(found)

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.batches import Batches, Texts, packed_rows
 from hf_posenc.conversion.layerwise import layer_paths
 from hf_posenc.conversion.recipe import Recipe
-from hf_posenc.conversion.run_folder import RESULT, require_free
-from hf_posenc.conversion.stages import Stages
 from hf_posenc.data import PackedDataset
 from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.length import set_model_max_length
@@ -92,6 +90,11 @@ def convert(
         TrainingError: the loss is no number any more.
         PosencError: what `plan` raises.
     """
+    from transformers import set_seed  # these here, since with the Trainer and peft they take seconds to import
+
+    from hf_posenc.conversion.run_folder import RESULT, require_free
+    from hf_posenc.conversion.stages import Stages
+
     recipe = recipe or Recipe()
     plan = _checked_plan(model, encoding, recipe)
     length = length or plan.geometry.max_position_embeddings

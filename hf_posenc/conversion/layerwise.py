@@ -77,7 +77,8 @@ def stream_positions(original: PreTrainedModel, path: str, rows: Tensor | None, 
         return None
     with evaluation_mode(original):
         states = _run(original, original, {"input_ids": input_ids}, [path], None)[0][0]
-        words: Tensor = original.get_input_embeddings()(input_ids)  # type: ignore[misc]
+        embed: Any = original.get_input_embeddings()
+        words: Tensor = embed(input_ids)
     missed = (states - words - rows[: input_ids.shape[1]].to(words)).abs().max()
     return rows if float(missed) <= _TOLERANCE * float(states.abs().max()) else None
 

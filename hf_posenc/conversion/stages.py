@@ -72,7 +72,8 @@ class Stages:
     @property
     def tokens_a_step(self) -> int:
         """Tokens of all processes in one step."""
-        return self.recipe.batch_size * len(self.train[0]["input_ids"]) * PartialState().num_processes
+        processes: int = PartialState().num_processes
+        return self.recipe.batch_size * len(self.train[0]["input_ids"]) * processes
 
     @property
     def steps(self) -> int:
@@ -226,7 +227,7 @@ class Stages:
                 done, before = step, after
 
 
-class _Watch(TrainerCallback):  # type: ignore[misc]
+class _Watch(TrainerCallback):
     """Notes the held-out loss at the end of every stage of the training, in the log that checkpoints keep."""
 
     def __init__(self, stages: Stages, lesson: Lesson) -> None:

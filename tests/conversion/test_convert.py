@@ -144,8 +144,8 @@ def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
 
 def test_training_helps() -> None:
     lesson = [[1 + (start + 3 * step) % 7 for step in range(LENGTH - 1)] for start in range(7)] * 8
-    stages = convert(gpt2(), KERPLE, lesson, quick(tokens=20 * 64)).record["stages"]
-    assert stages[-1]["after"] < stages[-1]["before"] - 1
+    stages = convert(gpt2(), KERPLE, lesson, quick(tokens=12 * 64, distill=None)).record["stages"]
+    assert stages[-1]["after"] < stages[-1]["before"] - 0.5
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -155,7 +155,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way != "reach" else []) for way in WAYS])
 def test_a_killed_run_ends_as_one_that_was_not(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, encoding = quick(**WAYS[way]), posenc.RoPE() if way == "reach" else KERPLE
     whole = convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "whole")
@@ -182,6 +182,7 @@ def test_a_killed_run_ends_as_one_that_was_not(way: str, tmp_path: Path, monkeyp
     assert [stage["after"] for stage in whole.record["stages"]] == [s["after"] for s in resumed.record["stages"]]
 
 
+@pytest.mark.slow
 def test_rotary_sources_and_encoders_take_the_same_road() -> None:
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 32, "max_position_embeddings": LENGTH}
