@@ -37,7 +37,7 @@ class Annealed(Encoding):
     old: Encoding
     fade: Fade
 
-    def __init__(self, old: Encoding, new: Encoding, fade: Fade) -> None:
+    def __init__(self, old: Encoding, new: Encoding, *, fade: Fade) -> None:
         super().__init__()
         for encoding in (old, new):
             other = [hook for hook in OTHERS if encoding.overrides(hook)]
@@ -85,8 +85,8 @@ class Annealed(Encoding):
 def annealed(old: Encoding, new: Encoding, fade: Fade) -> Encoding:
     """Return `new` behind `old`, layer by layer where layers differ."""
     if not isinstance(new, Layers):
-        return Annealed(old, new, fade)
-    return Layers([Annealed(old, new.of(layer), fade) for layer in range(len(new.layers))])
+        return Annealed(old, new, fade=fade)
+    return Layers([Annealed(old, new.of(layer), fade=fade) for layer in range(len(new.layers))])
 
 
 class Rows(Encoding):
