@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 
+from hf_posenc.errors import DataError
 from hf_posenc.evaluation import PositionCurve
 from hf_posenc.plots.canvas import COLOURS, STYLE, canvas, head, label_lines, length_axis, mark_trained, rule, save
 
@@ -19,7 +20,12 @@ def plot_positions(
     *,
     title: str = "Loss by position in the window",
 ) -> list[Path]:
-    """Draw mean nats per token against position, positions on a log axis; return the PNG and the SVG."""
+    """Draw mean nats per token against position, positions on a log axis; return the PNG and the SVG.
+
+    Raises:
+        DataError: there are no curves, or they were measured on other texts or with another BOS policy.
+    """
+    _check(curves)
     with rc_context(STYLE):
         figure, axes = canvas()
         ends = []
@@ -41,3 +47,15 @@ def plot_positions(
         axes.set_ylabel("mean loss in nats per token (lower is better)")
         label_lines(figure, axes, ends)
         return save(figure, path)
+
+
+def _check(curves: Sequence[PositionCurve]) -> None:
+    if not curves:
+        raise DataError("There are no curves to draw. Measure at least one model.")
+    for field in ("text_hash", "bos_policy"):
+        found = sorted({str(getattr(curve, field))[:12] for curve in curves})
+        if len(found) > 1:
+            raise DataError(
+                f"These curves differ in {field} ({', '.join(found)}), so they cannot share an axis. "
+                "Measure all models on the same texts, in the same way."
+            )
