@@ -39,7 +39,7 @@ FLOORS = [
         "verify",
         "patching",
         "export",
-        "data collators evaluation",
+        "data collators evaluation pairs",
         "plots",
         "report",
         "hub",
@@ -64,7 +64,7 @@ ENGINE = {
     "export",
     "hub",
 }
-MEASURES = {"data", "evaluation", "plots", "report"}  # one code for base and patched model
+MEASURES = {"data", "evaluation", "pairs", "plots", "report"}  # one code for base and patched model
 STRANGERS = {"encodings": {"transformers"}, "families": {"torch", "transformers"}}
 SEAM = re.compile(r"\bAttentionInterface\b|\bALL_ATTENTION_FUNCTIONS\b")
 VAGUE = {"common", "helper", "helpers", "misc", "util", "utils"}

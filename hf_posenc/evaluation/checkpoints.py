@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_posenc.errors import CheckpointError
+from hf_posenc.errors import CheckpointError, ConfigError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.masked import masked_perplexity_by_length
 from hf_posenc.evaluation.perplexity import perplexity_by_length
-from hf_posenc.evaluation.protocols import NONOVERLAPPING, PSEUDO, protocol_named, shown_together
+from hf_posenc.evaluation.protocols import BY_SOURCE, NONOVERLAPPING, PSEUDO, protocol_named, shown_together
 from hf_posenc.evaluation.retrieval import check_settings, retrieval_by_length
 from hf_posenc.evaluation.retrieval_grid import RetrievalGrid
 from hf_posenc.evaluation.retrieval_tasks import task_named
+from hf_posenc.evaluation.seq2seq import seq2seq_perplexity_by_length
 from hf_posenc.evaluation.subject import check_batch_size, check_lengths
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def evaluate_checkpoints(
     models: Mapping[str, str],
-    texts: Sequence[str],
+    texts: Sequence[Any],
     lengths: Sequence[int],
     *,
     protocols: Sequence[str] = (NONOVERLAPPING,),
@@ -43,7 +44,8 @@ def evaluate_checkpoints(
     Args:
         models: the name in tables and plots -> where the model is saved.
         protocols: names of protocols; windows with and without overlap are always measured both. `"pseudo"` alone
-            fills in masked tokens (`masked_perplexity_by_length`), for encoders.
+            fills in masked tokens (`masked_perplexity_by_length`), for encoders; `"by_source"` alone, with (source,
+            target) pairs as texts, is for encoder-decoders (`seq2seq_perplexity_by_length`).
         stride: for the protocols that take one; their own by default.
         texts, lengths, batch_size, bos_policy, partial: as in `perplexity_by_length`.
         processes: an accelerate `PartialState` whose processes share the texts.
@@ -56,18 +58,24 @@ def evaluate_checkpoints(
         UnknownNameError, ConfigError, DataError, UnsupportedFamilyError, OutputError: as in `perplexity_by_length`.
     """
     # Before the first model is loaded, not after the last one was.
-    names = [PSEUDO] if list(protocols) == [PSEUDO] else shown_together(protocols)
-    for name in names if names != [PSEUDO] else ():
+    alone = list(protocols) in ([PSEUDO], [BY_SOURCE])
+    names = list(protocols) if alone else shown_together(protocols)
+    for name in () if alone else names:
         protocol = protocol_named(name)
         protocol.strides(check_lengths(lengths), stride if protocol.stride else None)
         protocol.bos(bos_policy)
+    if names == [BY_SOURCE] and (stride is not None or bos_policy is not None):
+        raise ConfigError(f"stride and bos_policy mean nothing for protocol={BY_SOURCE!r}: leave them out.")
     check_batch_size(batch_size)
-    curves = []
+    curves: list[LengthCurve] = []
     for label, path in models.items():
-        model, tokenizer = _load(path, processes, masked=names == [PSEUDO])
-        shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "name": label}
-        shared |= {"processes": processes, "partial": partial}
+        model, tokenizer = _load(path, processes, names[0])
+        shared: dict[str, Any] = {"tokenizer": tokenizer, "name": label, "processes": processes, "partial": partial}
         for name in names:
+            if name == BY_SOURCE:
+                curves.append(seq2seq_perplexity_by_length(model, texts, lengths, **shared))
+                continue
+            shared["batch_size"] = batch_size
             if name == PSEUDO:
                 curves.append(masked_perplexity_by_length(model, texts, lengths, every=stride or 1, **shared))
                 continue
@@ -110,17 +118,23 @@ def retrieve_checkpoints(
     settings: dict[str, Any] = {"depths": depths, "trials": trials, "digits": digits, "seed": seed}
     grids = []
     for label, path in models.items():
-        model, tokenizer = _load(path, shared.get("processes"), masked=False)
+        model, tokenizer = _load(path, shared.get("processes"), NONOVERLAPPING)
         for name in names:
             grids.append(retrieval_by_length(model, tokenizer, lengths, task=name, name=label, **settings, **shared))
     return grids
 
 
-def _load(path: str, processes: PartialState | None, *, masked: bool) -> tuple[Any, Any]:
+_KINDS: dict[str, tuple[Any, str]] = {
+    PSEUDO: (AutoModelForMaskedLM, "masked language model"),
+    BY_SOURCE: (AutoModelForSeq2SeqLM, "encoder-decoder"),
+}
+
+
+def _load(path: str, processes: PartialState | None, protocol: str) -> tuple[Any, Any]:
     device = processes.device if processes is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: Any
     dtype = torch.float32 if device.type == "cpu" else "auto"
-    kind, called = (AutoModelForMaskedLM, "masked") if masked else (AutoModelForCausalLM, "causal")
+    kind, called = _KINDS.get(protocol, (AutoModelForCausalLM, "causal language model"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = kind.from_pretrained(path, dtype=dtype)
@@ -128,5 +142,5 @@ def _load(path: str, processes: PartialState | None, *, masked: bool) -> tuple[A
         if isinstance(error, CheckpointError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path!r} holds no {called} language model with its tokenizer: {reason}") from error
+        raise CheckpointError(f"{path!r} holds no {called} with its tokenizer: {reason}") from error
     return model.to(device), tokenizer

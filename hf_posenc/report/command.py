@@ -6,16 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
 
-from hf_posenc.data import EMBEDDED, HELD_OUT, describe, load_documents
+from hf_posenc.data import EMBEDDED, HELD_OUT, Document, describe, load_documents
 from hf_posenc.errors import ConfigError, PosencError
 from hf_posenc.evaluation.checkpoints import evaluate_checkpoints
 from hf_posenc.evaluation.documents import BOS_POLICIES
 from hf_posenc.evaluation.partial import discard
-from hf_posenc.evaluation.protocols import PROTOCOLS, PSEUDO, SLIDING
+from hf_posenc.evaluation.protocols import BY_SOURCE, PROTOCOLS, PSEUDO, SLIDING
+from hf_posenc.pairs import load_pairs
 from hf_posenc.report import check_output, length_table, write_report
 
 PARTIAL_NAME = "partial"
@@ -30,7 +32,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--split", default=HELD_OUT, help="Split of the embedded corpus or of the Hub dataset.")
     parser.add_argument("--min_characters", type=int, default=1, help="Leave out shorter documents.")
     parser.add_argument("--max_documents", type=int, help="Use only the first so many documents.")
-    names = ", ".join([*PROTOCOLS, f"or {PSEUDO} for masked models"])
+    names = ", ".join([*PROTOCOLS, f"or {PSEUDO} for masked models, or {BY_SOURCE} for encoder-decoders"])
     parser.add_argument(
         "--protocol", nargs="+", default=[SLIDING], help=f"Any of {names}; sliding brings nonoverlapping with it."
     )
@@ -73,11 +75,10 @@ def run(options: argparse.Namespace, processes: PartialState) -> None:
     partial = check_output(options.output) / PARTIAL_NAME
     if options.max_documents is not None and options.max_documents < 1:
         raise ConfigError(f"--max_documents must be at least 1; got {options.max_documents}.")
-    found = load_documents(options.documents, split=options.split, min_characters=options.min_characters)
-    documents = found[: options.max_documents]
+    texts, corpus = _texts(options)
     curves = evaluate_checkpoints(
         models,
-        [document.text for document in documents],
+        texts,
         options.lengths,
         protocols=options.protocol,
         stride=options.stride,
@@ -87,10 +88,21 @@ def run(options: argparse.Namespace, processes: PartialState) -> None:
         partial=partial,
     )
     if processes.is_main_process:
-        write_report(curves, options.output, corpus=describe(documents), title=options.title)
+        write_report(curves, options.output, corpus=corpus, title=options.title)
         discard(partial)
         Console().print(length_table(curves, title=options.title))
         print(f"written to {options.output}")
+
+
+def _texts(options: argparse.Namespace) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return texts, or pairs of them for encoder-decoders, and what a result says about them."""
+    if options.protocol == [BY_SOURCE]:
+        split = "test" if options.split == HELD_OUT else options.split
+        pairs = load_pairs(options.documents, split=split)[: options.max_documents]
+        return pairs, describe([Document(source, target) for source, target in pairs])
+    found = load_documents(options.documents, split=options.split, min_characters=options.min_characters)
+    documents = found[: options.max_documents]
+    return [document.text for document in documents], describe(documents)
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc evaluate") -> int:
