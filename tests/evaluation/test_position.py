@@ -9,7 +9,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from hf_posenc.errors import DataError, LengthError
 from hf_posenc.evaluation import PositionCurve, perplexity_by_length, perplexity_by_position
 from hf_posenc.evaluation.position import log_bins
-from tests import checkpoints
 from tests.evaluation.models import VOCABULARY, gpt2, llama, naive_nll, random_documents
 
 ROOT = Path(__file__).parents[2]
@@ -147,17 +145,3 @@ def test_two_processes_give_the_curve_of_one(tmp_path: Path) -> None:
     assert one["n_documents"] == two["n_documents"] == 6
     for field in ("nll", "low", "high"):
         assert one[field] == pytest.approx(two[field], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_smollm2_says_where_its_context_ends() -> None:
-    """Trained on 8,192 positions."""
-    model, tokenizer = checkpoints.smollm2()
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    documents = [ids[first : first + 12_289] for first in range(0, 2 * 12_289, 12_289)]
-    curve = perplexity_by_position(model, documents, 12_288)
-    print(*zip(curve.edges, curve.nll, strict=False), curve.effective_length)
-    assert curve.trained_length == 8192
-    assert curve.effective_length is not None
-    assert 0.9 * 8192 <= curve.effective_length <= 1.1 * 8192
