@@ -37,6 +37,13 @@ class Encoding(nn.Module):
         super().__init__()
         self.tempering = None
 
+    def forward(self, position_ids: Tensor) -> Tensor | None:
+        """Return `embed` of `remap`: (b, n) int64 -> (b, n, hidden_size), or None.
+
+        By this the models call it, so that who keeps weights elsewhere, as accelerate does on disk, can fetch them.
+        """
+        return self.embed(self.remap(position_ids))
+
     def embed(self, position_ids: Tensor) -> Tensor | None:
         """Return what is added to the token embedding: (b, n) int64 -> (b, n, hidden_size), or None."""
         return None

@@ -52,7 +52,7 @@ class PositionTable(nn.Module):
         """
         running: Any = carried()  # a table is asked by its body alone
         ids: Tensor = running.query
-        added = self.joint.encoding.embed(self.joint.encoding.remap(ids))
+        added: Tensor | None = self.joint.encoding(ids)
         if added is None:
             return torch.zeros((), dtype=torch.long, device=ids.device)
         dtype: torch.dtype = self.joint.body.dtype  # type: ignore[assignment]
@@ -223,7 +223,7 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
         kwargs["token_type_ids"] = torch.zeros(given.shape[:2], dtype=torch.long, device=device)
     if family.table is None and encoding.overrides("embed"):
         states = model.get_input_embeddings()(ids) if states is None else states
-        added = encoding.embed(encoding.remap(positions.query))
+        added: Tensor | None = encoding(positions.query)
         kwargs["inputs_embeds"] = states if added is None else states + added.to(states.dtype)
         kwargs["input_ids"] = None
     return positions, cache

@@ -143,9 +143,12 @@ def test_two_forwards_before_one_backward(subject: str, spec: str) -> None:
         assert_same(weight.grad, expected[name])
 
 
-@pytest.mark.parametrize("spec", ["alibi", "rope-dynamic", "sinusoidal"])
-def test_weights_on_disk_are_fetched_layer_by_layer(spec: str, tmp_path: Path) -> None:
-    model = patched("llama", spec)
+@pytest.mark.parametrize(
+    ("subject", "spec"),
+    [("llama", "alibi"), ("llama", "rope-dynamic"), ("llama", "sinusoidal"), ("gpt2", "learned-tile")],
+)
+def test_weights_on_disk_are_fetched_layer_by_layer(subject: str, spec: str, tmp_path: Path) -> None:
+    model = patched(subject, spec)
     said = logits(model, IDS)
     model.save_pretrained(tmp_path / "model")
     where: dict[str, Any] = {"device_map": "auto", "max_memory": {"cpu": 40_000}, "offload_folder": tmp_path / "rest"}
