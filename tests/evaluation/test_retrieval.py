@@ -222,7 +222,7 @@ def test_a_small_story_teller_finds_nothing() -> None:
 
 @pytest.mark.slow
 def test_smollm2_finds_keys_within_its_length() -> None:
-    """Measured: it writes five of six pass keys, all six numbers of a word; of several keys it takes one for another."""
+    """Measured: it writes five of six pass keys and all six numbers of a word; of several keys, four of six."""
     model, tokenizer = checkpoints.smollm2()
     six: dict[str, Any] = {"depths": [0.0, 0.5, 1.0], "trials": 2}
     passkey = retrieval_by_length(model, tokenizer, [512], **six)
