@@ -194,6 +194,14 @@ def finetune(context: typer.Context) -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def convert(context: typer.Context) -> None:
+    """Convert by a recipe: calibrate, then train beside the original; `hf-posenc convert --help` lists the flags."""
+    from hf_posenc.conversion.convert_command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def evaluate(context: typer.Context) -> None:
     """Measure several saved models into one table and one plot; `hf-posenc evaluate --help` lists the flags."""
     from hf_posenc.report.command import main as run

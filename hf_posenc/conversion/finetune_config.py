@@ -100,11 +100,12 @@ def read_config(path: str | Path | None, flags: Mapping[str, str] | None = None)
     Raises:
         ConfigError: the file is missing or is no mapping, or its content or a flag does not fit `FinetuneConfig`.
     """
-    values = {} if path is None else _mapping(Path(path))
+    values = {} if path is None else read_mapping(Path(path))
     return FinetuneConfig.from_mapping(values | {name: _flag(name, text) for name, text in (flags or {}).items()})
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file of named values; raises ConfigError where it is missing or no mapping."""
     if not path.is_file():
         raise ConfigError(f"There is no config file {str(path)!r}.")
     values = _parse(path.read_text(encoding="utf-8"), str(path))
