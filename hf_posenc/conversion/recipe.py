@@ -1,6 +1,6 @@
 """What a conversion does, stage by stage: frozen, versioned, and the same from Python and from YAML.
 
-A stage that is None is off. The defaults of `recipe_for` come from the study of this package; see model_cards/study.
+A stage that is None is off. The defaults are those of the runs in model_cards/study.
 """
 
 from __future__ import annotations
