@@ -92,7 +92,7 @@ def convert(
     """
     from transformers import set_seed  # these here, since with the Trainer and peft they take seconds to import
 
-    from hf_posenc.conversion.run_folder import RESULT, require_free
+    from hf_posenc.conversion.run_folder import require_free
     from hf_posenc.conversion.stages import Stages
 
     recipe = recipe or Recipe()
@@ -102,26 +102,33 @@ def convert(
     apart = None if held_out is None else packed_rows(held_out, tokenizer, model, length=length, seed=None)
     train, held = _split(rows, apart)
     told = {"encoding": plan.config.to_dict(), "recipe": recipe.to_dict(), "length": length, "seed": seed}
-    if output_dir is not None:
-        require_free(output_dir, told, resume=resume)
+    folder = None if output_dir is None else Path(output_dir)
+    if folder is not None:
+        require_free(folder, told, resume=resume)
     set_seed(seed)
     batches = _batches(plan, tokenizer, recipe, length, seed)
-    folder = None if output_dir is None else Path(output_dir)
     stages = Stages(model=model, plan=plan, recipe=recipe, batches=batches, train=train, held_out=held)
-    stages.start()
-    if stages.steps:
-        stages.finish(folder, told, resume=resume, seed=seed)
-    model.train(False)
-    record = {**told, "stages": stages.record, "calibration": stages.calibration, "packing": rows.report.as_dict()}
-    record |= {"versions": versions(), **stages.training}
-    if folder is not None and PartialState().is_main_process:
+    stages.run(folder, told, resume=resume, seed=seed)
+    found = {"stages": stages.record, "calibration": stages.calibration, **stages.training}
+    record = {**told, **found, "packing": rows.report.as_dict(), "versions": versions()}
+    if folder is not None:
+        _save(model, tokenizer, record, folder)
+    return Conversion(model=model, record=record)
+
+
+def _save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, record: dict[str, Any], folder: Path
+) -> None:
+    """Let the main process write, and the others wait until the folder is whole."""
+    from hf_posenc.conversion.run_folder import RESULT
+
+    if PartialState().is_main_process:
         model.save_pretrained(folder)
         if tokenizer is not None:
             set_model_max_length(tokenizer, model)
             tokenizer.save_pretrained(folder)
         (folder / RESULT).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PartialState().wait_for_everyone()  # nobody reads the folder before it is whole
-    return Conversion(model=model, record=record)
+    PartialState().wait_for_everyone()
 
 
 def _checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Recipe) -> PatchPlan:

@@ -124,6 +124,13 @@ class Stages:
         pairing = "interleaved" if family.interleaved else "half_split"
         return RoPE().for_model(geometry, {**rope, "pairing": pairing}).build(geometry)
 
+    def run(self, folder: Path | None, told: dict[str, Any], *, resume: bool, seed: int) -> None:
+        """Take all stages, and leave the model in eval mode; arguments as in `finish`."""
+        self.start()
+        if self.steps:
+            self.finish(folder, told, resume=resume, seed=seed)
+        self.model.train(False)
+
     def finish(self, folder: Path | None, told: dict[str, Any], *, resume: bool, seed: int) -> None:
         """Train until the budget is spent; checkpoints and the config lie in `folder`, where there is one."""
         lesson, new = self._lesson(), self.encoding
