@@ -48,9 +48,9 @@ def curves() -> list[LengthCurve]:
     return [curve("alibi", {128: 32.4, 256: 1234.2, 512: 31.7}), stopped]
 
 
-def rendered(table: Group) -> str:
-    """The table as the terminal shows it."""
-    console = Console(width=120, record=True, file=io.StringIO())
+def rendered(table: Group, width: int = 120) -> str:
+    """The table as a terminal of so many characters shows it."""
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
@@ -62,6 +62,16 @@ def test_the_table_shows_values_refusals_and_their_reason_once(curves: list[Leng
     assert text.count(REASON) == 1
     assert "windows that do not overlap; 1,000 tokens scored" in text
     assert "bits/byte" not in text  # one tokenizer: perplexities compare
+
+
+def test_a_narrow_terminal_breaks_names_and_cuts_no_number() -> None:
+    lengths = tuple(2**step for step in range(7, 12))
+    long = curve("original, table interpolated", dict.fromkeys(lengths, 123.45), lengths=lengths)
+    both = [dataclasses.replace(long, protocol=protocol) for protocol in ("nonoverlapping", "sliding")]
+    text = rendered(report.length_table(both), width=80)
+    assert "…" not in text
+    assert text.count("123.45") == 10
+    assert "nonoverlapping" in text
 
 
 def test_models_of_different_tokenizers_are_compared_by_bytes(curves: list[LengthCurve]) -> None:

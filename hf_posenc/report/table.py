@@ -82,7 +82,8 @@ def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity agai
     grid = length_grid(curves)
     table = Table(title=title, title_justify="left")
     for index, heading in enumerate(grid.headings):
-        table.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=True)
+        # where the terminal is narrow, names of models are broken, and never a number
+        table.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=index > 0)
     for row in grid.rows:
         table.add_row(*row)
     # Not the table's own caption, which is wrapped to the width of the table.
