@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2LMHeadModel, TorchAoConfig
 
 import hf_posenc as posenc
 from hf_posenc.errors import CheckpointError, ConfigError
@@ -147,6 +147,25 @@ def test_placement_and_dtype_are_those_asked_for(folder: Path) -> None:
     assert model.dtype == torch.float64
     expected = logits(patched("gpt2", "learned-tile"), tokens(1, 9))
     assert_same(logits(model, tokens(1, 9)).float(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [posenc.Alibi(), posenc.encoding("kerple")])
+def test_projections_load_quantised_and_what_an_encoding_trains_does_not(
+    config: posenc.EncodingConfig, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    model = posenc.patch(SUBJECTS["llama"].fresh(), config, verify=False)
+    model.save_pretrained(tmp_path)
+    found = posenc.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    assert type(found.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
+    own = {name: p.dtype for name, p in found.named_parameters() if "posenc" in name}
+    assert len(own) == sum("posenc" in name for name, _ in model.named_parameters())
+    assert set(own.values()) <= {torch.float32}
+    expected, given = logits(model, tokens(1, 40)), logits(found, tokens(1, 40))
+    assert 0 < (given - expected).abs().max() < 0.1 * expected.abs().max()  # rounded to 8 bits, and nothing else
 
 
 def test_stock_models_with_pickled_weights_have_to_be_asked_for(tmp_path: Path) -> None:
