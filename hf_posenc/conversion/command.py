@@ -10,11 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from accelerate import PartialState
-
 from hf_posenc.conversion.finetune import dry_run, finetune
 from hf_posenc.conversion.finetune_config import FinetuneConfig, read_config
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.sharing import launched
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -30,7 +29,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def show(text: str) -> None:
     """Print once, however many processes were launched."""
-    PartialState().print(text)
+    launched().print(text)
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc finetune") -> int:

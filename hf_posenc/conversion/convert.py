@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
@@ -21,6 +20,7 @@ from hf_posenc.conversion.layerwise import layer_paths
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.data import PackedDataset
 from hf_posenc.errors import ConfigError, DataError
+from hf_posenc.evaluation.sharing import launched
 from hf_posenc.length import set_model_max_length
 from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
@@ -122,13 +122,13 @@ def _save(
     """Let the main process write, and the others wait until the folder is whole."""
     from hf_posenc.conversion.run_folder import RESULT
 
-    if PartialState().is_main_process:
+    if launched().is_main_process:
         model.save_pretrained(folder)
         if tokenizer is not None:
             set_model_max_length(tokenizer, model)
             tokenizer.save_pretrained(folder)
         (folder / RESULT).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PartialState().wait_for_everyone()
+    launched().wait_for_everyone()
 
 
 def _checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Recipe) -> PatchPlan:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate import PartialState
 from transformers import AutoTokenizer
 
 from hf_posenc.config import encoding
@@ -21,6 +20,7 @@ from hf_posenc.conversion.finetune_config import read_mapping
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.data import EMBEDDED, HELD_OUT, load_documents
 from hf_posenc.errors import CheckpointError, ConfigError, PosencError
+from hf_posenc.evaluation.sharing import launched
 from hf_posenc.hub.loading import from_pretrained
 
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Conversion:
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{options.model!r} does not load: {error}") from error
     return convert(
-        model.to(PartialState().device),
+        model.to(launched().device),
         config,
         texts,
         recipe,
@@ -84,5 +84,5 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc conve
     except PosencError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    PartialState().print(f"{done}\nwritten to {options.output_dir}")
+    launched().print(f"{done}\nwritten to {options.output_dir}")
     return 0

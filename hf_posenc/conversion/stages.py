@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
@@ -31,6 +30,7 @@ from hf_posenc.conversion.training import asked
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.scoring import evaluation_mode
+from hf_posenc.evaluation.sharing import launched
 from hf_posenc.patching import patch
 from hf_posenc.planning import PatchPlan
 
@@ -72,7 +72,7 @@ class Stages:
     @property
     def tokens_a_step(self) -> int:
         """Tokens of all processes in one step."""
-        processes: int = PartialState().num_processes
+        processes: int = launched().num_processes
         return self.recipe.batch_size * len(self.train[0]["input_ids"]) * processes
 
     @property

@@ -1,16 +1,23 @@
-"""Work shared among the processes of `accelerate launch`: who does what, and all results on every process."""
+"""Work shared among processes that were launched together: who does what, and all results on every process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 
-if TYPE_CHECKING:
-    from accelerate import PartialState
-
 Item = TypeVar("Item")
+
+
+def launched() -> PartialState:
+    """Return this process among those that `accelerate launch` or torchrun started together; alone, it is the only one.
+
+    Without being told that it is on a CPU, accelerate takes processes of torchrun there for so many runs of one.
+    """
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def own_share(sizes: Sequence[int], keys: Sequence[str], processes: PartialState | None) -> list[int]:

@@ -17,6 +17,7 @@ from hf_posenc.evaluation.checkpoints import evaluate_checkpoints
 from hf_posenc.evaluation.documents import BOS_POLICIES
 from hf_posenc.evaluation.partial import discard
 from hf_posenc.evaluation.protocols import BY_SOURCE, PROTOCOLS, PSEUDO, SLIDING
+from hf_posenc.evaluation.sharing import launched
 from hf_posenc.pairs import load_pairs
 from hf_posenc.report import check_output, length_table, write_report
 
@@ -108,7 +109,7 @@ def _texts(options: argparse.Namespace) -> tuple[Sequence[Any], dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc evaluate") -> int:
     """Parse, evaluate, print the table; return the exit status: 0, or 2 with one line on stderr."""
     options = build_parser(prog).parse_args(arguments)
-    processes = PartialState()
+    processes = launched()
     try:
         run(options, processes)
     except PosencError as error:

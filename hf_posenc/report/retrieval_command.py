@@ -16,6 +16,7 @@ from hf_posenc.evaluation.checkpoints import retrieve_checkpoints
 from hf_posenc.evaluation.partial import discard
 from hf_posenc.evaluation.retrieval import DEPTHS
 from hf_posenc.evaluation.retrieval_tasks import TASKS
+from hf_posenc.evaluation.sharing import launched
 from hf_posenc.report import check_output
 from hf_posenc.report.command import PARTIAL_NAME, named_paths
 from hf_posenc.report.retrieval import TITLE, retrieval_table, write_retrieval
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace, processes: PartialState) -> None:
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc retrieve") -> int:
     """Parse, measure, print the table; return the exit status: 0, or 2 with one line on stderr."""
     options = build_parser(prog).parse_args(arguments)
-    processes = PartialState()
+    processes = launched()
     try:
         run(options, processes)
     except PosencError as error:

@@ -68,6 +68,9 @@ def test_two_processes_give_what_one_gives_with_the_doubled_batch(tmp_path: Path
         subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=500)
         weights.append(load_file(tmp_path / name / "model.safetensors"))
     one, two = weights
+    # what is added to every key changes no probability: its gradient is rounding, of which Adam makes whole steps
+    for name in [name for name in one if name.endswith("c_attn.bias")]:
+        one[name], two[name] = (torch.cat([given[name][:128], given[name][256:]]) for given in weights)
     assert one.keys() == two.keys()
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-4
     result = json.loads((tmp_path / "two" / "result.json").read_text(encoding="utf-8"))
