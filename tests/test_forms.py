@@ -96,6 +96,7 @@ def test_output_and_gradients_are_those_of_the_dense_bias(name: str, causal: boo
             assert_same(one.double(), other.double(), 10 * ACCURACY[dtype])
 
 
+@pytest.mark.slow
 def test_far_keys_are_left_out_only_where_they_cannot_be_told_from_rounding() -> None:
     """Exact to 2e-6 for long texts, with windows in use; loud scores widen the windows until there are none."""
     for loudness, narrow in ((1.0, True), (30.0, False)):

@@ -47,7 +47,9 @@ def test_inspection_names_what_a_plan_accepts_and_where_a_table_ends() -> None:
     assert "trained rows" not in inspection(model)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("gpt2", "llama") else pytest.mark.slow) for name in SUBJECTS]
+)
 def test_every_kind_of_model_can_be_inspected(name: str) -> None:
     said = inspection(SUBJECTS[name].fresh())
     assert list(said)[:4] == ["class", "model type", "encoding", "attention"]

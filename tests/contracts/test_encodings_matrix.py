@@ -136,7 +136,8 @@ def test_layers_of_their_own(subject: str, name: str) -> None:
     """Two layers have twice the numbers, and say what one set says only where both have the same."""
     model, ids = copy.deepcopy(trained(subject, name, per_layer=True)), tokens(2, TRAINED)
     one, two = model.get_submodule(_body(model) + "posenc.layers").children()
-    shared = dataclasses.replace(config_of(name), **({"trainable": True} if name in FROZEN else {}))
+    fields = {"trainable": True} if name in FROZEN else {}
+    shared = dataclasses.replace(config_of(name), per_layer=False, **fields)
     alone = posenc.patch(SUBJECTS[subject].fresh(), shared, verify=False)
     alone.get_submodule(_body(alone) + "posenc").load_state_dict(one.state_dict())
     assert (logits(model, ids) - logits(alone, ids)).abs().max() > 1e-5

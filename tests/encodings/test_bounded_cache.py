@@ -51,7 +51,8 @@ def test_chunks_and_steps_equal_the_pass_over_everything(subject: str, spec: str
     assert (cache.get_seq_length(), evicted(cache)) == (200, 200 - FIRST - RECENT)
 
 
-@pytest.mark.parametrize("spec", ["sinks", pytest.param("lm_infinite", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["sinks", "lm_infinite"])
 def test_thousands_of_tokens_in_constant_memory(spec: str) -> None:
     model, ids = patched("llama", spec), tokens(1, 2400)
     whole, cache = logits(model, ids), dynamic(model)

@@ -119,6 +119,7 @@ def test_what_is_not_exact_is_refused_with_its_reason(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_every_route_and_every_type_that_it_names_is_tried() -> None:
     tried = {(target, read(prepared(name, spec)).model_type) for name, spec, target in ROUTED}
     general = ("self_bias", "self_rope", "self_table")  # from every type of a kind: see the tests of these

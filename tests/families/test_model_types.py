@@ -62,13 +62,13 @@ def spec_for(model_type: str, name: str) -> posenc.EncodingConfig:
 
 
 def cells() -> list[Any]:
-    """Every type with a bias, peculiar ones with everything; the rest is for the slow tier."""
+    """Every type with a bias, peculiar ones with everything that is fast; the rest is for the slow tier."""
     return [
         pytest.param(
             model_type,
             name,
             id=f"{model_type}-{name}",
-            marks=() if name == "alibi" or model_type in PECULIAR else pytest.mark.slow,
+            marks=() if name == "alibi" or (model_type in PECULIAR and name != "rope-dynamic") else pytest.mark.slow,
         )
         for model_type in MODEL_TYPES
         for name in SPECS

@@ -279,6 +279,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         posenc.plan(stock("longt5", attends=False), posenc.Alibi())
 
 
+@pytest.mark.slow
 def test_inspection_speaks_of_both_stacks_and_export_of_no_bart() -> None:
     rows = inspection(stock("bart"))
     assert rows["encoding"].startswith("encoder: BartLearnedPositionalEmbedding at embed_positions; decoder: ")
