@@ -15,7 +15,8 @@ from hf_posenc.quickstart import BASE, LICENCE
 from hf_posenc.report import PLOT_NAME, RESULT_NAME
 
 CARDS = Path(__file__).resolve().parents[1] / "model_cards"
-KEPT = ("config.json", "config.yaml", "table.txt", RESULT_NAME, PLOT_NAME)
+KEPT = ("config.json", "table.txt", RESULT_NAME, PLOT_NAME)
+"""Beside the settings of the quickstart itself; those of a model's training name folders of the machine it ran on."""
 
 
 def take_over(run: Path) -> None:
@@ -27,7 +28,7 @@ def take_over(run: Path) -> None:
             places[f"{Path(BASE).name}-{saved.name}"] = exported if exported.exists() else saved
     for name, source in places.items():
         (CARDS / name).mkdir(exist_ok=True)
-        for file in KEPT:
+        for file in (*KEPT, "config.yaml") if source is run else KEPT:
             if (source / file).exists():
                 shutil.copyfile(source / file, CARDS / name / file)
 
