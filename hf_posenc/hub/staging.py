@@ -26,7 +26,6 @@ PUBLISHED = (
     "merges.txt",
     "*.model",
     "chat_template.jinja",
-    "config.yaml",
     "loss.png",
     RESULT_NAME,
     PLOT_NAME,

@@ -288,3 +288,12 @@ def test_cards_in_the_repository_are_those_of_their_results() -> None:
         expected = model_card(result, name=script["name_of"](folder), licence="apache-2.0", config=config)
         assert (folder / "README.md").read_text() == expected
         assert yaml.safe_load(expected.split("---")[1])["model-index"]
+
+
+def test_settings_that_name_folders_of_this_machine_stay_here(tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    patched("gpt2", "alibi").save_pretrained(source)
+    (source / "config.yaml").write_text(f"model: {tmp_path}\n", encoding="utf-8")
+    push_to_hub(source, f"{OWNER}/model", licence="mit", dry_run=tmp_path / "upload")
+    assert (tmp_path / "upload" / "config.json").exists()
+    assert not (tmp_path / "upload" / "config.yaml").exists()
