@@ -208,14 +208,16 @@ def test_the_command_measures_what_was_not_measured_yet(
 ) -> None:
     (tmp_path / "text.txt").write_text("A text that is long enough to be measured, again and again. " * 40)
     command = [str(results[0]), f"bundled={BASE}", "--documents", str(tmp_path / "text.txt")]
-    command += ["--lengths", "32", "64", "--output", str(tmp_path / "out")]
+    command += ["--lengths", "32", "64", "--stride", "16", "--bos_policy", "prepend", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    assert "measured apart from the first: text_hash (" in capsys.readouterr().out
+    assert "measured apart from the first: bos_policy (" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES | {"perplexity-2.png", "perplexity-2.svg"}
     found = read_curves(tmp_path / "out")
     assert [item.name for item in found] == ["original", "new", "bundled", "bundled"]
     assert [item.protocol for item in found[2:]] == ["nonoverlapping", "sliding"]
     assert found[2].lengths == (32, 64)
+    assert (found[2].stride, found[3].stride) == ({32: 32, 64: 64}, {32: 16, 64: 16})
+    assert {item.bos_policy for item in found[2:]} == {"prepend"}
     assert json.loads((tmp_path / "out" / "result.json").read_text())["corpus"]["documents"] == 1
     assert all(math.isfinite(value) for value in found[3].ppl.values())
     assert main(command) == 2

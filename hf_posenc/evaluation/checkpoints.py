@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_posenc.errors import CheckpointError, ConfigError
+from hf_posenc.errors import CheckpointError, ConfigError, LengthError
 from hf_posenc.evaluation.curve import LengthCurve
+from hf_posenc.evaluation.documents import BOS_NONE
+from hf_posenc.evaluation.key_tokens import KeyTokenPerplexity, key_token_perplexity
 from hf_posenc.evaluation.masked import masked_perplexity_by_length
 from hf_posenc.evaluation.perplexity import perplexity_by_length
-from hf_posenc.evaluation.protocols import BY_SOURCE, NONOVERLAPPING, PSEUDO, protocol_named, shown_together
+from hf_posenc.evaluation.position import PositionCurve, perplexity_by_position
+from hf_posenc.evaluation.protocols import (
+    BY_POSITION,
+    BY_SOURCE,
+    KEY_TOKENS,
+    NONOVERLAPPING,
+    PSEUDO,
+    protocol_named,
+    shown_together,
+)
+from hf_posenc.evaluation.result import Result
 from hf_posenc.evaluation.retrieval import check_settings, retrieval_by_length
 from hf_posenc.evaluation.retrieval_grid import RetrievalGrid
 from hf_posenc.evaluation.retrieval_tasks import task_named
@@ -22,6 +35,21 @@ from hf_posenc.evaluation.subject import check_batch_size, check_lengths
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+R = TypeVar("R", bound=Result)
+
+
+@dataclass(frozen=True)
+class Measured(Generic[R]):
+    """Results of several models, and why some have none.
+
+    Attributes:
+        results: at least one, models in the order given.
+        refused: a sentence for each model that cannot take a length.
+    """
+
+    results: Sequence[R]
+    refused: Sequence[str] = ()
 
 
 def evaluate_checkpoints(
@@ -66,10 +94,11 @@ def evaluate_checkpoints(
         protocol.bos(bos_policy)
     if names == [BY_SOURCE] and (stride is not None or bos_policy is not None):
         raise ConfigError(f"stride and bos_policy mean nothing for protocol={BY_SOURCE!r}: leave them out.")
+    if names == [PSEUDO] and bos_policy is not None:
+        raise ConfigError(f"bos_policy means nothing for protocol={PSEUDO!r}: leave it out.")
     check_batch_size(batch_size)
     curves: list[LengthCurve] = []
-    for label, path in models.items():
-        model, tokenizer = _load(path, processes, names[0])
+    for label, model, tokenizer in _each(models, processes, names[0]):
         shared: dict[str, Any] = {"tokenizer": tokenizer, "name": label, "processes": processes, "partial": partial}
         for name in names:
             if name == BY_SOURCE:
@@ -83,6 +112,95 @@ def evaluate_checkpoints(
             options["stride"] = stride if protocol_named(name).stride else None
             curves.append(perplexity_by_length(model, texts, lengths, **options, **shared))
     return curves
+
+
+def positions_of_checkpoints(
+    models: Mapping[str, str],
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    bos_policy: str | None = None,
+    stride: int | None = None,
+    **shared: Any,
+) -> Measured[PositionCurve]:
+    """Measure the loss of each model (name -> folder or Hub id) by position; as `evaluate_checkpoints` loads.
+
+    Args:
+        models: the name in tables and plots -> where the model is saved.
+        texts, bos_policy: as in `perplexity_by_position`.
+        lengths: the length of the window, alone.
+        stride: None, since nothing slides here.
+        shared: its `batch_size`, `processes` and `partial`.
+
+    Raises:
+        CheckpointError: a model or its tokenizer cannot be loaded.
+        LengthError: none of the models can take the length.
+        PosencError: as in `perplexity_by_position`.
+    """
+    if len(lengths) > 1 or stride is not None:
+        raise ConfigError(f"protocol={BY_POSITION!r} takes the length of one window, and no stride.")
+    check_lengths(lengths)
+    check_batch_size(shared.get("batch_size", 1))
+    chosen: dict[str, Any] = {"bos_policy": bos_policy or BOS_NONE, **shared}
+
+    def measure(model: Any, tokenizer: Any, length: int, name: str) -> PositionCurve:
+        return perplexity_by_position(model, texts, length, tokenizer=tokenizer, name=name, **chosen)
+
+    return _measured(models, lengths, measure, shared.get("processes"))
+
+
+def key_tokens_of_checkpoints(
+    models: Mapping[str, str],
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    evaluator: str | None = None,
+    bos_policy: str | None = None,
+    **shared: Any,
+) -> Measured[KeyTokenPerplexity]:
+    """Measure each model (name -> folder or Hub id) on key tokens, at each length; as `evaluate_checkpoints` loads.
+
+    Args:
+        models: the name in tables -> where the model is saved.
+        texts, bos_policy: as in `key_token_perplexity`.
+        lengths: of the long windows.
+        evaluator: where the model that chooses the key tokens is saved; each model chooses its own otherwise.
+        shared: its `stride`, `batch_size`, `processes` and `partial`.
+
+    Raises:
+        CheckpointError: a model or its tokenizer cannot be loaded.
+        LengthError: none of the models can take any of the lengths.
+        PosencError: as in `key_token_perplexity`.
+    """
+    lengths = check_lengths(lengths)
+    check_batch_size(shared.get("batch_size", 1))
+    judge = None if evaluator is None else _load(evaluator, shared.get("processes"), KEY_TOKENS)[0]
+    chosen: dict[str, Any] = {"bos_policy": bos_policy or BOS_NONE, "evaluator": judge, **shared}
+
+    def measure(model: Any, tokenizer: Any, length: int, name: str) -> KeyTokenPerplexity:
+        return key_token_perplexity(model, texts, length, tokenizer=tokenizer, name=name, **chosen)
+
+    return _measured(models, lengths, measure, shared.get("processes"))
+
+
+def _measured(
+    models: Mapping[str, str],
+    lengths: Sequence[int],
+    measure: Callable[[Any, Any, int, str], R],
+    processes: PartialState | None,
+) -> Measured[R]:
+    """Call `measure` with each model, its tokenizer, each length and the model's name."""
+    results: list[R] = []
+    refused: list[str] = []
+    for label, model, tokenizer in _each(models, processes):
+        for length in lengths:
+            try:
+                results.append(measure(model, tokenizer, length, label))
+            except LengthError as error:
+                refused.append(f"{label}: {error}")
+    if not results:
+        raise LengthError("; ".join(refused))
+    return Measured(results, refused)
 
 
 def retrieve_checkpoints(
@@ -117,8 +235,7 @@ def retrieve_checkpoints(
     check_batch_size(shared.get("batch_size", 1))
     settings: dict[str, Any] = {"depths": depths, "trials": trials, "digits": digits, "seed": seed}
     grids = []
-    for label, path in models.items():
-        model, tokenizer = _load(path, shared.get("processes"), NONOVERLAPPING)
+    for label, model, tokenizer in _each(models, shared.get("processes")):
         for name in names:
             grids.append(retrieval_by_length(model, tokenizer, lengths, task=name, name=label, **settings, **shared))
     return grids
@@ -128,6 +245,14 @@ _KINDS: dict[str, tuple[Any, str]] = {
     PSEUDO: (AutoModelForMaskedLM, "masked language model"),
     BY_SOURCE: (AutoModelForSeq2SeqLM, "encoder-decoder"),
 }
+
+
+def _each(
+    models: Mapping[str, str], processes: PartialState | None, protocol: str = NONOVERLAPPING
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, model and tokenizer, one model in memory at a time."""
+    for label, path in models.items():
+        yield label, *_load(path, processes, protocol)
 
 
 def _load(path: str, processes: PartialState | None, protocol: str) -> tuple[Any, Any]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_posenc.errors import DataError
 from hf_posenc.evaluation.protocols import PROTOCOLS
+from hf_posenc.evaluation.result import Result
 
 _TOLERANCE = 0.01  # of the loss at the trained length, within which a longer context still counts as good
 _BY_LENGTH = ("nll_sum", "n_tokens", "n_correct", "origin_nll", "stderr", "interval", "window", "stride", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthCurve:
+class LengthCurve(Result):
     """Perplexity of one model by window length. Mappings are keyed by length and lack the lengths in `refused`.
 
     Attributes:
-        name: the model's name.
         lengths: every length asked for, ascending.
         nll_sum: sum of negative log-likelihoods over all scored targets, in nats.
         n_tokens: number of scored targets; one that a protocol scores twice counts twice.
@@ -31,19 +30,14 @@ class LengthCurve:
             the longest document may be shorter than the length.
         stride: tokens by which windows advance (`protocols.Protocol.stride`).
         refused: why a length has no value.
-        trained_length: the length the model's config states it was trained for, None where it states none.
         protocol, bos_policy: how windows were cut and averaged (`protocols`), and what stood before them (`documents`).
         n_documents: number of documents with at least one target.
         n_left_out: documents that were too short.
         n_bytes: UTF-8 bytes of the original texts, None where documents came as token ids. With bos_policy "none" it
             includes the first token of each document, which nothing predicts, so bits per byte are slightly low.
         text_hash: SHA-256 over the documents, whatever their order.
-        model_hash: SHA-256 over weights and position encoding (`subject.model_hash`), None for weights out of reach.
-        dtype: dtype of the model's weights; losses are computed in float32 and summed in float64 whatever it is.
-        versions: see `provenance.versions`.
     """
 
-    name: str
     lengths: tuple[int, ...]
     nll_sum: Mapping[int, float]
     n_tokens: Mapping[int, int]
@@ -54,16 +48,12 @@ class LengthCurve:
     window: Mapping[int, int]
     stride: Mapping[int, int]
     refused: Mapping[int, str]
-    trained_length: int | None
     protocol: str
     bos_policy: str
     n_documents: int
     n_left_out: int
     n_bytes: int | None
     text_hash: str
-    model_hash: str | None
-    dtype: str
-    versions: Mapping[str, str]
 
     @property
     def nll(self) -> dict[int, float]:
@@ -166,10 +156,7 @@ class LengthCurve:
         Raises:
             DataError: a field is missing.
         """
-        missing = sorted(field.name for field in fields(cls) if field.name not in data)
-        if missing:
-            raise DataError(f"This is no length curve: {', '.join(missing)} missing. Evaluate the model again.")
-        values = {field.name: data[field.name] for field in fields(cls)}
+        values = cls._fields_of(data, called="length curve")
         for name in _BY_LENGTH:
             values[name] = {int(length): _from_json(value) for length, value in values[name].items()}
         return cls(**(values | {"lengths": tuple(values["lengths"])}))

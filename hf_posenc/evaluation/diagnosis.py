@@ -15,12 +15,12 @@ from hf_posenc.errors import ConfigError, DataError, UnsupportedFamilyError
 from hf_posenc.evaluation.attention_record import LayerEffect, check_precision, position_effects, reporting_attention
 from hf_posenc.evaluation.documents import BOS_NONE, Corpus, Documents
 from hf_posenc.evaluation.position_table import RotationReport, TableReport, rotation_report, table_report
+from hf_posenc.evaluation.result import Result
 from hf_posenc.evaluation.score_terms import ScoreTerms, score_terms
 from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.evaluation.shift import ShiftCurve, loss_by_shift, shifts_up_to
-from hf_posenc.evaluation.subject import check_batch_size, dtype_name, model_name, prepare_for, trained_length
+from hf_posenc.evaluation.subject import check_batch_size, facts_of, model_name, prepare_for, trained_length
 from hf_posenc.length import max_length
-from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,27 +36,23 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Result):
     """What positions do in one model.
 
     Attributes:
-        name: the model's name.
         kind: `learned table`, `fixed table`, `rotary`, or `in the scores or none`, by what was found in the model.
         max_length: positions the model can express, None where no table ends.
-        trained_length: the length that the config states, None where it states none.
         length, sequences, seed: of the random tokens in which `layers` were measured.
         terms: the four terms of the first layer, exact, on text; None with a reason.
         layers: what positions do to the scores of every layer, estimated from random tokens.
         table, rotation: what the table or the rotary frequencies show by themselves; None where there are none.
         shift: the loss of text at moved positions; None with a reason.
         reasons: what was not measured -> why.
-        text_hash, dtype, versions: as in `LengthCurve`.
+        text_hash: as in `LengthCurve`.
     """
 
-    name: str
     kind: str
     max_length: int | None
-    trained_length: int | None
     length: int
     sequences: int
     seed: int
@@ -67,8 +63,6 @@ class Diagnosis:
     shift: ShiftCurve | None
     reasons: Mapping[str, str]
     text_hash: str
-    dtype: str
-    versions: Mapping[str, str]
 
     @property
     def position_share(self) -> list[float]:
@@ -159,13 +153,11 @@ def diagnose(
     return Diagnosis(
         name=name or model_name(model),
         max_length=limit,
-        trained_length=trained_length(model),
         length=length,
         sequences=len(rows),
         seed=seed,
         text_hash=corpus.digest,
-        dtype=dtype_name(model),
-        versions=versions(),
+        **facts_of(model, tokenizer),
         **_measured(model, rows, _windows(corpus, limit), tokenizer, batch_size),
     )
 

@@ -73,6 +73,7 @@ def masked_perplexity_by_length(
     filler = _Filler(model, corpus, frame, every, batch_size)
     return Measurement(
         model=model,
+        tokenizer=tokenizer,
         name=name,
         protocol=PSEUDO,
         bos_policy=BOS_EVERY_WINDOW if frame.ends else BOS_NONE,

@@ -18,12 +18,12 @@ from hf_posenc.evaluation.intervals import bootstrap, standard_error
 from hf_posenc.evaluation.partial import DocumentScore, PartialScores
 from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.evaluation.sharing import gathered, own_share
-from hf_posenc.evaluation.subject import dtype_name, model_hash, model_name, position_refusal, trained_length
-from hf_posenc.provenance import versions
+from hf_posenc.evaluation.subject import facts_of, model_name, position_refusal
 
 if TYPE_CHECKING:
     from accelerate import PartialState
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 NOT_FINITE = "the model's logits are not finite (an overflow in its dtype?)"
@@ -38,6 +38,7 @@ class Measurement:
 
     Attributes:
         model: the model.
+        tokenizer: what made the corpus out of texts, None where it came as ids.
         name: what it is called; its checkpoint's name where None.
         protocol, bos_policy: as in `LengthCurve`.
         corpus: the documents.
@@ -52,6 +53,7 @@ class Measurement:
     """
 
     model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
     name: str | None
     protocol: str
     bos_policy: str
@@ -68,12 +70,12 @@ class Measurement:
         """Measure all lengths; the model's modes are restored."""
         refused = {length: why for length, used in self.used.items() if (why := position_refusal(self.model, used))}
         possible = [length for length in sorted(self.used) if length not in refused]
-        weights = model_hash(self.model)
+        facts = facts_of(self.model, self.tokenizer)
         scores: dict[int, list[DocumentScore]] = {}
         if possible:
-            process = 0 if self.processes is None else self.processes.process_index
-            run = {"model": weights or model_name(self.model), "protocol": self.protocol, "bos_policy": self.bos_policy}
-            kept = PartialScores(self.partial, run, process=process)
+            of = facts["model_hash"] or model_name(self.model)
+            run = {"model": of, "protocol": self.protocol, "bos_policy": self.bos_policy}
+            kept = PartialScores(self.partial, run, processes=self.processes)
             with evaluation_mode(self.model):
                 work = _Work(self, self.scoring(), kept)
                 for length, outcome in work.outcomes(possible):
@@ -88,16 +90,13 @@ class Measurement:
             window={length: self.used[length] for length in scores},
             stride={length: self.strides[length] for length in scores},
             refused=dict(sorted(refused.items())),
-            trained_length=trained_length(self.model),
             protocol=self.protocol,
             bos_policy=self.bos_policy,
             n_documents=self.corpus.n_sources,
             n_left_out=self.corpus.n_left_out,
             n_bytes=self.corpus.n_bytes,
             text_hash=self.corpus.digest,
-            model_hash=weights,
-            dtype=dtype_name(self.model),
-            versions=versions(),
+            **facts,
         )
 
 

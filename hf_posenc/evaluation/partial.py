@@ -13,9 +13,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_posenc.errors import OutputError
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 Cut: TypeAlias = tuple[int, ...]  # the numbers by which documents were cut, such as length and stride
 
@@ -46,13 +49,15 @@ class PartialScores:
     Args:
         folder: where they lie; made where need be. None keeps nothing.
         run: everything that the scores depend on, apart from documents and cuts.
-        process: index of this process, which writes a file of its own.
+        processes: among which the documents are shared; each writes a file of its own.
 
     Raises:
         OutputError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path | str | None, run: dict[str, Any], *, process: int = 0) -> None:
+    def __init__(
+        self, folder: Path | str | None, run: dict[str, Any], *, processes: PartialState | None = None
+    ) -> None:
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
         self._file: Path | None = None
         self._known: dict[tuple[Cut, str], dict[str, Any]] = {}
@@ -61,7 +66,7 @@ class PartialScores:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = folder / f"scores-{process}.jsonl"
+            self._file = folder / f"scores-{0 if processes is None else processes.process_index}.jsonl"
             with self._file.open("a", encoding="utf-8") as file:
                 file.write("\n")  # ends a line that was torn
         except OSError as error:

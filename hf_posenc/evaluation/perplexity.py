@@ -73,6 +73,7 @@ def perplexity_by_length(
     _check_windows(chosen, corpus, strides)
     return Measurement(
         model=model,
+        tokenizer=tokenizer,
         name=name,
         protocol=protocol,
         bos_policy=bos,

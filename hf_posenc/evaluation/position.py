@@ -3,70 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
-from hf_posenc.errors import ConfigError, DataError, LengthError
-from hf_posenc.evaluation.documents import BOS_NONE, Documents
+from hf_posenc.errors import ConfigError, LengthError
+from hf_posenc.evaluation.documents import BOS_NONE, Corpus, Documents
+from hf_posenc.evaluation.first_windows import FirstWindows, finite
 from hf_posenc.evaluation.intervals import bootstrap
-from hf_posenc.evaluation.measure import NOT_FINITE
 from hf_posenc.evaluation.partial import PartialScores
+from hf_posenc.evaluation.protocols import BY_POSITION
+from hf_posenc.evaluation.result import Result
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
-from hf_posenc.evaluation.sharing import gathered, own_share
 from hf_posenc.evaluation.subject import (
     check_batch_size,
     check_lengths,
-    dtype_name,
-    model_hash,
+    facts_of,
     model_name,
     position_refusal,
     prepare_for,
-    trained_length,
 )
-from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from accelerate import PartialState
     from transformers import PreTrainedTokenizerBase
 
 _TOLERANCE = 0.01  # of the loss at the trained length
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionCurve:
+class PositionCurve(Result):
     """Mean loss of one model at each stretch of positions of its window.
 
     Attributes:
-        name: the model's name.
         length: inputs in the window; positions are 0 .. length-1.
         edges: bin b holds the positions `edges[b] .. edges[b + 1] - 1`; log-spaced, the first ones of one position.
         nll: mean nats per target of each bin, over all documents.
         low, high: 95 % interval of `nll`, by resampling documents with a fixed seed; None for a single document.
         n_documents: documents long enough to fill the window; shorter ones are left out.
-        trained_length, bos_policy, text_hash, model_hash, dtype, versions: as in `LengthCurve`.
+        bos_policy, text_hash: as in `LengthCurve`.
     """
 
-    name: str
     length: int
     edges: tuple[int, ...]
     nll: tuple[float, ...]
     low: tuple[float, ...] | None
     high: tuple[float, ...] | None
     n_documents: int
-    trained_length: int | None
     bos_policy: str
     text_hash: str
-    model_hash: str | None
-    dtype: str
-    versions: Mapping[str, str]
 
     @property
     def ppl(self) -> tuple[float, ...]:
@@ -101,13 +90,9 @@ class PositionCurve:
         Raises:
             DataError: a field is missing.
         """
-        missing = sorted(field.name for field in fields(cls) if field.name not in data)
-        if missing:
-            raise DataError(f"This is no position curve: {', '.join(missing)} missing. Evaluate the model again.")
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = data[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+        values = cls._fields_of(data, called="position curve")
+        for name in ("edges", "nll", "low", "high"):
+            values[name] = None if values[name] is None else tuple(values[name])
         return cls(**values)
 
 
@@ -154,12 +139,10 @@ def perplexity_by_position(
     if reason := position_refusal(model, length):
         raise LengthError(f"length={length}: {reason}.")
     edges = log_bins(length)
-    weights = model_hash(model)
-    run = {"model": weights or model_name(model), "protocol": "by_position", "bos_policy": bos_policy}
-    process = 0 if processes is None else processes.process_index
-    kept = PartialScores(partial, run, process=process)
-    rows = _Rows([ids[: length + 1] for ids in corpus.documents], corpus.id_digests, edges, batch_size)
-    sums = rows.sums(model, kept, processes)  # (documents, bins)
+    facts = facts_of(model, tokenizer)
+    run = {"model": facts["model_hash"] or model_name(model), "protocol": BY_POSITION, "bos_policy": bos_policy}
+    kept = PartialScores(partial, run, processes=processes)
+    sums = _sums(model, corpus, edges, batch_size, kept, processes)
     widths = np.diff(edges)
     ends = bootstrap(sums / widths, np.ones(len(sums)), seed=seed)
     return PositionCurve(
@@ -170,60 +153,34 @@ def perplexity_by_position(
         low=None if ends is None else tuple(ends[0].tolist()),
         high=None if ends is None else tuple(ends[1].tolist()),
         n_documents=len(sums),
-        trained_length=trained_length(model),
         bos_policy=bos_policy,
         text_hash=corpus.digest,
-        model_hash=weights,
-        dtype=dtype_name(model),
-        versions=versions(),
+        **facts,
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The first windows of documents, all of one length, and the bins of their positions."""
+def _sums(
+    model: nn.Module,
+    corpus: Corpus,
+    edges: tuple[int, ...],
+    batch_size: int,
+    kept: PartialScores,
+    processes: PartialState | None,
+) -> np.ndarray:
+    """Return the nats of each document's first window summed over each bin: (documents, bins) float64."""
+    length = edges[-1]
+    with evaluation_mode(model):
+        scorer = Scorer(model, corpus.documents[0])
 
-    windows: Sequence[torch.Tensor]
-    keys: Sequence[str]
-    edges: tuple[int, ...]
-    batch_size: int
+        def score(windows: Tensor) -> np.ndarray:
+            sums: np.ndarray = np.add.reduceat(finite(scorer.nll(windows, length)), edges[:-1], axis=1)
+            return sums
 
-    def sums(self, model: nn.Module, kept: PartialScores, processes: PartialState | None) -> np.ndarray:
-        """Return the nats of each window summed over each bin: (documents, bins), float64.
-
-        They stand in the order of their contents, so that resampling draws the same documents whatever their order.
-        """
-        with evaluation_mode(model):
-            scorer = Scorer(model, self.windows[0])
-            own = own_share([self.edges[-1]] * len(self.windows), self.keys, processes)
-            bar = tqdm(total=len(own) * self.edges[-1], desc="by position", unit="tok", delay=_PROGRESS_DELAY)
-            with bar:
-                found = gathered([*self._own(scorer, own, kept, bar)], processes)
-        if None in [values for _, values in found]:
-            raise LengthError(f"length={self.edges[-1]}: {NOT_FINITE}.")
-        return np.array([values for _, values in sorted(found, key=lambda item: item[0])])
-
-    def _own(
-        self, scorer: Scorer, own: Sequence[int], kept: PartialScores, bar: tqdm[Any]
-    ) -> Iterator[tuple[str, list[float] | None]]:
-        """Yield the key of each window that this process scores with its sums, or None for sums that are not finite."""
-        cut = self.edges[-1:]
-        missing = []
-        for index in own:
-            score = kept.known(cut, self.keys[index])
-            if score is None:
-                missing.append(index)
-            else:
-                yield self.keys[index], score["sums"]
-                bar.update(self.edges[-1])
-        for first in range(0, len(missing), self.batch_size):
-            indices = missing[first : first + self.batch_size]
-            nats = scorer.nll(torch.stack([self.windows[index] for index in indices]), self.edges[-1]).numpy()
-            sums = np.add.reduceat(nats, self.edges[:-1], axis=1)  # (b, bins)
-            for index, row in zip(indices, sums, strict=True):
-                if not np.isfinite(row).all():
-                    yield self.keys[index], None
-                    return
-                kept.keep(cut, [(self.keys[index], {"sums": row.tolist()})])
-                yield self.keys[index], row.tolist()
-            bar.update(nats.size)
+        return FirstWindows(
+            windows=[ids[: length + 1] for ids in corpus.documents],
+            keys=corpus.id_digests,
+            cut=(length,),
+            score=score,
+            batch_size=batch_size,
+            called="by position",
+        ).sums(kept, processes)

@@ -19,6 +19,17 @@ NONOVERLAPPING = "nonoverlapping"
 SLIDING = "sliding"
 FIXED_TARGET = "fixed_target"
 
+PSEUDO = "pseudo"
+BY_SOURCE = "by_source"
+BY_POSITION = "by_position"
+KEY_TOKENS = "key_tokens"
+_MEASURED_BY = {  # by functions of their own, which cut no stream
+    PSEUDO: "masked_perplexity_by_length",
+    BY_SOURCE: "seq2seq_perplexity_by_length",
+    BY_POSITION: "perplexity_by_position",
+    KEY_TOKENS: "key_token_perplexity",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
@@ -155,6 +166,10 @@ def protocol_named(name: str) -> Protocol:
     Raises:
         UnknownNameError: there is none, with the closest name.
     """
+    if name in _MEASURED_BY:
+        raise UnknownNameError(
+            f"{name!r} is measured by {_MEASURED_BY[name]}, and `hf-posenc evaluate` takes it as the only protocol."
+        )
     if name not in PROTOCOLS:
         raise UnknownNameError(f"No protocol {name!r}: {did_you_mean(name, PROTOCOLS)}")
     return PROTOCOLS[name]
@@ -170,9 +185,6 @@ def shown_together(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*pair, *(protocol_named(name).name for name in names)]))
 
 
-# Measured by functions of their own, not by cutting a stream: `evaluation.masked`, `evaluation.seq2seq`.
-PSEUDO = "pseudo"
-BY_SOURCE = "by_source"
 _OTHERS = {
     PSEUDO: "windows that do not overlap, one token in {stride} masked at a time and filled in from both sides",
     BY_SOURCE: "the loss of the target under the first tokens of the source",

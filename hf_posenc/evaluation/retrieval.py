@@ -83,9 +83,9 @@ def retrieval_by_length(
     pieces, texts = Pieces(tokenizer), NOISE if haystack is None else _sentences(haystack)
     exam = Exam(chosen, pieces, Hay(pieces, texts, most=ordered[-1]), places or [None], trials, digits, seed)
     _check_vocabulary(exam.papers(ordered[0]), model)
-    facts = facts_of(model)
+    facts = facts_of(model, tokenizer)
     run = {"model": facts["model_hash"] or model_name(model), "protocol": task}
-    kept = PartialScores(partial, run, process=0 if processes is None else processes.process_index)
+    kept = PartialScores(partial, run, processes=processes)
     found, refused = _Desk(model, tokenizer, batch_size, processes, kept).sit(exam, ordered)
     return RetrievalGrid(
         name=name or model_name(model),

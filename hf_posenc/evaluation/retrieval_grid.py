@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from hf_posenc.errors import DataError
 from hf_posenc.evaluation.intervals import wilson
+from hf_posenc.evaluation.result import Result
 
 PASSED = 0.2
 """Share of right answers from which on a length counts as reached (Chen et al. 2023, section 3.3)."""
@@ -41,11 +41,10 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalGrid:
+class RetrievalGrid(Result):
     """How often one model finds what a text holds, by length and depth.
 
     Attributes:
-        name: the model's name.
         task: the name of the task (`retrieval_tasks.TASKS`).
         lengths: every length asked for, ascending.
         depths: the depths tried, ascending; empty for tasks without one.
@@ -55,10 +54,8 @@ class RetrievalGrid:
         digits: digits of each number.
         seed: of keys, words and filler.
         text_hash: SHA-256 over the texts that hide the answers, None for the task's own filler.
-        trained_length, model_hash, dtype, versions: as in `LengthCurve`.
     """
 
-    name: str
     task: str
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
@@ -68,10 +65,6 @@ class RetrievalGrid:
     digits: int
     seed: int
     text_hash: str | None
-    trained_length: int | None
-    model_hash: str | None
-    dtype: str
-    versions: Mapping[str, str]
 
     @property
     def n_trials(self) -> dict[int, int]:
@@ -134,10 +127,7 @@ class RetrievalGrid:
         Raises:
             DataError: a field is missing.
         """
-        missing = sorted(field.name for field in fields(cls) if field.name not in data)
-        if missing:
-            raise DataError(f"This is no retrieval grid: {', '.join(missing)} missing. Evaluate the model again.")
-        values = {field.name: data[field.name] for field in fields(cls)}
+        values = cls._fields_of(data, called="retrieval grid")
         values |= {name: tuple(values[name]) for name in ("lengths", "depths")}
         values["trials"] = tuple(Trial(**(row | {"expected": tuple(row["expected"])})) for row in data["trials"])
         values["refused"] = {int(length): why for length, why in data["refused"].items()}

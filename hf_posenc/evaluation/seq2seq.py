@@ -71,6 +71,7 @@ def seq2seq_perplexity_by_length(
     scorer = _Pairs(model, sources, targets)
     return Measurement(
         model=model,
+        tokenizer=tokenizer,
         name=name,
         protocol=BY_SOURCE,
         bos_policy=BOS_NONE,

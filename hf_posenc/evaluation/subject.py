@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,11 @@ def model_name(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
+def published_name(model: nn.Module) -> str:
+    """Return `model_name`, of a folder on this machine its last part alone."""
+    return _without_folders(model_name(model))
+
+
 def dtype_name(model: nn.Module) -> str:
     """Return the dtype of the model's weights, such as "float32"."""
     first = next(model.parameters(), None)
@@ -113,11 +119,42 @@ def model_hash(model: nn.Module) -> str | None:
     return digest.hexdigest()
 
 
-def facts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a result that say on what it was measured, by name, as in `LengthCurve`."""
+def tokenizer_name(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Return the Hub name a tokenizer was loaded from, the last part of its folder, or its class; None for none."""
+    if tokenizer is None:
+        return None
+    return _without_folders(str(getattr(tokenizer, "name_or_path", ""))) or type(tokenizer).__name__
+
+
+def _without_folders(name: str) -> str:
+    """Return a Hub name as it is, of a folder on this machine its last part."""
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Return a SHA-256 over what a tokenizer makes of texts, the same after it was saved and loaded; None for none.
+
+    Over vocabulary, merges and rules of a fast tokenizer, without the truncation and padding of its last call; over the
+    vocabulary alone of any other.
+    """
+    if tokenizer is None:
+        return None
+    rules: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if rules is not None:
+        content = json.loads(rules.to_str()) | {"truncation": None, "padding": None}
+    else:
+        vocabulary = getattr(tokenizer, "get_vocab", dict)
+        content = {"class": type(tokenizer).__name__, "vocabulary": vocabulary()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def facts_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Return the fields of a result that say on what it was measured, by name, as in `result.Result`."""
     return {
         "trained_length": trained_length(model),
         "model_hash": model_hash(model),
+        "tokenizer": tokenizer_name(tokenizer),
+        "tokenizer_hash": tokenizer_hash(tokenizer),
         "dtype": dtype_name(model),
         "versions": versions(),
     }

@@ -11,6 +11,7 @@ from matplotlib import rc_context
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import PositionCurve
+from hf_posenc.evaluation.result import check_alike
 from hf_posenc.plots.canvas import COLOURS, STYLE, canvas, head, label_lines, length_axis, mark_trained, rule, save
 
 
@@ -25,7 +26,9 @@ def plot_positions(
     Raises:
         DataError: there are no curves, or they were measured on other texts or with another BOS policy.
     """
-    _check(curves)
+    if not curves:
+        raise DataError("There are no curves to draw. Measure at least one model.")
+    check_alike(curves, ("text_hash", "bos_policy"))
     with rc_context(STYLE):
         figure, axes = canvas()
         ends = []
@@ -47,15 +50,3 @@ def plot_positions(
         axes.set_ylabel("mean loss in nats per token (lower is better)")
         label_lines(figure, axes, ends)
         return save(figure, path)
-
-
-def _check(curves: Sequence[PositionCurve]) -> None:
-    if not curves:
-        raise DataError("There are no curves to draw. Measure at least one model.")
-    for field in ("text_hash", "bos_policy"):
-        found = sorted({str(getattr(curve, field))[:12] for curve in curves})
-        if len(found) > 1:
-            raise DataError(
-                f"These curves differ in {field} ({', '.join(found)}), so they cannot share an axis. "
-                "Measure all models on the same texts, in the same way."
-            )

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from rich.console import Console
+from rich.console import Console, Group
 
 from hf_posenc.data import EMBEDDED, HELD_OUT, Document, describe, load_documents
-from hf_posenc.errors import ConfigError, PosencError
-from hf_posenc.evaluation.checkpoints import evaluate_checkpoints
+from hf_posenc.errors import ConfigError
+from hf_posenc.evaluation.checkpoints import evaluate_checkpoints, key_tokens_of_checkpoints, positions_of_checkpoints
 from hf_posenc.evaluation.documents import BOS_POLICIES
 from hf_posenc.evaluation.partial import discard
-from hf_posenc.evaluation.protocols import BY_SOURCE, PROTOCOLS, PSEUDO, SLIDING
-from hf_posenc.evaluation.sharing import launched
+from hf_posenc.evaluation.protocols import BY_POSITION, BY_SOURCE, KEY_TOKENS, PROTOCOLS, PSEUDO, SLIDING
 from hf_posenc.pairs import load_pairs
-from hf_posenc.report import check_output, length_table, write_report
+from hf_posenc.report.files import check_output
+from hf_posenc.report.first_windows import key_tokens_text, positions_text, write_key_tokens, write_positions
+from hf_posenc.report.launching import PARTIAL_NAME, launch, named_paths
+from hf_posenc.report.table import length_table
+from hf_posenc.report.writing import write_report
 
-PARTIAL_NAME = "partial"
+_PROTOCOLS = (
+    f"Any of {', '.join(PROTOCOLS)}; sliding brings nonoverlapping with it. Or one alone: {PSEUDO} for masked models, "
+    f"{BY_SOURCE} for encoder-decoders, {BY_POSITION} for the loss at each position of a window, {KEY_TOKENS} for the "
+    "tokens that need a long context (LongPPL, or a named variant of it)."
+)
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -33,32 +39,16 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--split", default=HELD_OUT, help="Split of the embedded corpus or of the Hub dataset.")
     parser.add_argument("--min_characters", type=int, default=1, help="Leave out shorter documents.")
     parser.add_argument("--max_documents", type=int, help="Use only the first so many documents.")
-    names = ", ".join([*PROTOCOLS, f"or {PSEUDO} for masked models, or {BY_SOURCE} for encoder-decoders"])
-    parser.add_argument(
-        "--protocol", nargs="+", default=[SLIDING], help=f"Any of {names}; sliding brings nonoverlapping with it."
-    )
+    parser.add_argument("--protocol", nargs="+", default=[SLIDING], help=_PROTOCOLS)
     parser.add_argument("--stride", type=int, help="Tokens that windows advance by; the protocol's own by default.")
     parser.add_argument("--bos_policy", help=f"One of {', '.join(BOS_POLICIES)}; the protocol's own by default.")
+    parser.add_argument(
+        "--evaluator", metavar="PATH", help=f"With {KEY_TOKENS}: the model that chooses them; else each its own."
+    )
     parser.add_argument("--batch_size", type=int, default=1, help="Windows in one forward pass.")
-    parser.add_argument("--title", default="Perplexity against length", help="Heading of table and plot.")
+    parser.add_argument("--title", help="Heading of table and plot.")
     parser.add_argument("--output", required=True, help="New folder for JSON, CSV, table, plots and page.")
     return parser
-
-
-def named_paths(values: Sequence[str]) -> dict[str, str]:
-    """Split `NAME=PATH` values into name -> path; a path alone is its own name.
-
-    Raises:
-        ConfigError: two models of the same name.
-    """
-    models: dict[str, str] = {}
-    for value in values:
-        name, equals, path = value.partition("=")
-        path = path if equals else name
-        if name in models:
-            raise ConfigError(f"Two models are called {name!r}: give each a name of its own, NAME=PATH.")
-        models[name] = path
-    return models
 
 
 def run(options: argparse.Namespace, processes: PartialState) -> None:
@@ -76,22 +66,33 @@ def run(options: argparse.Namespace, processes: PartialState) -> None:
     partial = check_output(options.output) / PARTIAL_NAME
     if options.max_documents is not None and options.max_documents < 1:
         raise ConfigError(f"--max_documents must be at least 1; got {options.max_documents}.")
+    if options.evaluator is not None and options.protocol != [KEY_TOKENS]:
+        raise ConfigError(f"--evaluator means nothing without --protocol {KEY_TOKENS}: leave it out.")
     texts, corpus = _texts(options)
-    curves = evaluate_checkpoints(
-        models,
-        texts,
-        options.lengths,
-        protocols=options.protocol,
-        stride=options.stride,
-        batch_size=options.batch_size,
-        bos_policy=options.bos_policy,
-        processes=processes,
-        partial=partial,
-    )
+    shared: dict[str, Any] = {
+        "stride": options.stride,
+        "bos_policy": options.bos_policy,
+        "batch_size": options.batch_size,
+        "processes": processes,
+        "partial": partial,
+    }
+    found: Any
+    write: Callable[..., Path]
+    text: Callable[..., Group]
+    if options.protocol == [BY_POSITION]:
+        found = positions_of_checkpoints(models, texts, options.lengths, **shared)
+        write, text = write_positions, positions_text
+    elif options.protocol == [KEY_TOKENS]:
+        found = key_tokens_of_checkpoints(models, texts, options.lengths, evaluator=options.evaluator, **shared)
+        write, text = write_key_tokens, key_tokens_text
+    else:
+        found = evaluate_checkpoints(models, texts, options.lengths, protocols=options.protocol, **shared)
+        write, text = write_report, length_table
     if processes.is_main_process:
-        write_report(curves, options.output, corpus=corpus, title=options.title)
+        title = {} if options.title is None else {"title": options.title}
+        write(found, options.output, corpus=corpus, **title)
         discard(partial)
-        Console().print(length_table(curves, title=options.title))
+        Console().print(text(found, **title))
         print(f"written to {options.output}")
 
 
@@ -108,15 +109,4 @@ def _texts(options: argparse.Namespace) -> tuple[Sequence[Any], dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc evaluate") -> int:
     """Parse, evaluate, print the table; return the exit status: 0, or 2 with one line on stderr."""
-    options = build_parser(prog).parse_args(arguments)
-    processes = launched()
-    try:
-        run(options, processes)
-    except PosencError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if (partial := Path(options.output) / PARTIAL_NAME).exists():
-            print(f"finished scores are kept in {partial}: give the same command to go on from them", file=sys.stderr)
-        return 2
-    if processes.num_processes > 1:
-        processes.destroy_process_group()
-    return 0
+    return launch(run, build_parser(prog).parse_args(arguments))

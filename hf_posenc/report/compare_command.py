@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hf_posenc.data import EMBEDDED, HELD_OUT
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import BOS_POLICIES
 from hf_posenc.evaluation.protocols import PROTOCOLS
 from hf_posenc.report import check_output
 from hf_posenc.report.comparison import LENGTHS, compare
@@ -34,6 +35,8 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         nargs="+",
         help=f"Any of {', '.join(PROTOCOLS)}; those of the results, else with and without overlap.",
     )
+    models.add_argument("--stride", type=int, help="Tokens that windows advance by; the protocol's own by default.")
+    models.add_argument("--bos_policy", help=f"One of {', '.join(BOS_POLICIES)}; the protocol's own by default.")
     models.add_argument("--batch_size", type=int, default=1, help="Windows in one forward pass.")
     parser.add_argument("--title", default=TITLE, help="Heading of table, plots and page.")
     return parser
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc compa
             max_documents=options.max_documents,
             lengths=options.lengths,
             protocols=options.protocol,
+            stride=options.stride,
+            bos_policy=options.bos_policy,
             batch_size=options.batch_size,
             title=options.title,
         )

@@ -70,6 +70,8 @@ def compare(
     max_documents: int | None = None,
     lengths: Sequence[int] | None = None,
     protocols: Sequence[str] | None = None,
+    stride: int | None = None,
+    bos_policy: str | None = None,
     batch_size: int = 1,
     title: str = TITLE,
 ) -> Comparison:
@@ -84,7 +86,7 @@ def compare(
         documents, split, max_documents: texts for the models, as in `data.load_documents`; only the first so many.
         lengths: window lengths for the models; by default those of the results that are read, else 128 to 2,048.
         protocols: for the models; by default those of the results that are read, else with and without overlap.
-        batch_size: windows in one forward pass.
+        stride, bos_policy, batch_size: for the models, as in `perplexity_by_length`.
         title: heading of tables, plots and page.
 
     Raises:
@@ -110,6 +112,8 @@ def compare(
             [text.text for text in texts],
             lengths or sorted({length for curve in read for length in curve.lengths}) or LENGTHS,
             protocols=protocols or list(dict.fromkeys(curve.protocol for curve in read)) or [SLIDING],
+            stride=stride,
+            bos_policy=bos_policy,
             batch_size=batch_size,
         )
         own = {name: [curve for curve in measured if curve.name == name] for name in models}

@@ -18,9 +18,9 @@ from hf_posenc.errors import CheckpointError, ConfigError, DataError, PosencErro
 from hf_posenc.evaluation.diagnosis import SEQUENCES, Diagnosis, check_settings, diagnose
 from hf_posenc.evaluation.position_table import closest_stranger
 from hf_posenc.evaluation.shift import TOLERATED
-from hf_posenc.report import RESULT_NAME, TABLE_NAME, check_output, result_header, write_result
-from hf_posenc.report.command import named_paths
 from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
+from hf_posenc.report.files import RESULT_NAME, check_output, result_header, write_result, write_table
+from hf_posenc.report.launching import named_paths
 
 _SAME = 0.005  # nats a token that moving all positions may cost and still count as nothing
 _ALL = 0.995  # of a share, from where on it is said to be all
@@ -179,9 +179,7 @@ def write_diagnosis(found: Sequence[Diagnosis], folder: Path | str, *, corpus: M
     """
     folder = check_output(folder)
     text = diagnosis_text(found)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
-        Console(file=file, width=160).print(text)
+    write_table(folder, text, width=160)
     for d in found:
         plot_diagnosis(d, folder / (_ODD.sub("_", d.name).strip("_") or "model"))
     if len(found) > 1:

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, RenderableType
+
 from hf_posenc.errors import OutputError, OutputExistsError
 from hf_posenc.provenance import versions
 
 RESULT_NAME = "result.json"
 PLOT_NAME = "perplexity.png"
 TABLE_NAME = "table.txt"
-_SCHEMA = 2
+_SCHEMA = 3  # 3: results name their tokenizer; files of 2 are read
 
 
 def result_header(*, seed: int | None, corpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -48,6 +50,13 @@ def write_result(path: Path | str, payload: Mapping[str, Any]) -> Path:
     part.write_text(text + "\n", encoding="utf-8")
     os.replace(part, path)  # a reader, or a run that is killed, never sees half a result
     return path
+
+
+def write_table(folder: Path, text: RenderableType, *, width: int = 200) -> None:
+    """Write what rich would print on so many columns into the table's file; the folder is made as needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
+        Console(file=file, width=width).print(text)
 
 
 def check_output(folder: Path | str) -> Path:

@@ -11,15 +11,16 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import RetrievalGrid
+from hf_posenc.evaluation.result import check_alike
 from hf_posenc.evaluation.retrieval_tasks import TASKS
 from hf_posenc.plots import GREY, STYLE
-from hf_posenc.report import RESULT_NAME, TABLE_NAME, check_output, result_header, write_result
+from hf_posenc.report.files import RESULT_NAME, check_output, result_header, write_result, write_table
 
 PLOT_NAME = "retrieval.png"
 TITLE = "Retrieval against length"
@@ -85,9 +86,7 @@ def _check_comparable(grids: Sequence[RetrievalGrid]) -> None:
     pairs = [(grid.name, grid.task) for grid in grids]
     if len(set(pairs)) < len(pairs):
         raise DataError("Two grids have the same model and task: give each model a name of its own.")
-    for field in ("seed", "digits", "n_others", "text_hash"):
-        if len(found := {getattr(grid, field) for grid in grids}) > 1:
-            raise DataError(f"These grids differ in {field} ({', '.join(map(str, found))}): measure all in one run.")
+    check_alike(grids, ("seed", "digits", "n_others", "text_hash"))
 
 
 def plot_retrieval(grids: Sequence[RetrievalGrid], path: Path | str, *, title: str = TITLE) -> Path:
@@ -149,9 +148,7 @@ def write_retrieval(
     """
     folder = check_output(folder)
     table = retrieval_table(grids, title=title)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
-        Console(file=file, width=200).print(table)
+    write_table(folder, table)
     plot_retrieval(grids, folder / PLOT_NAME, title=title)
     payload = result_header(seed=grids[0].seed, corpus=corpus) | {"retrieval": [grid.to_dict() for grid in grids]}
     write_result(folder / RESULT_NAME, payload)  # last: its presence says that the rest is there

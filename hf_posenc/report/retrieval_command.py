@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from accelerate import PartialState
 from rich.console import Console
 
 from hf_posenc.data import HELD_OUT, describe, load_documents
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.checkpoints import retrieve_checkpoints
 from hf_posenc.evaluation.partial import discard
 from hf_posenc.evaluation.retrieval import DEPTHS
 from hf_posenc.evaluation.retrieval_tasks import TASKS
-from hf_posenc.evaluation.sharing import launched
 from hf_posenc.report import check_output
-from hf_posenc.report.command import PARTIAL_NAME, named_paths
+from hf_posenc.report.launching import PARTIAL_NAME, launch, named_paths
 from hf_posenc.report.retrieval import TITLE, retrieval_table, write_retrieval
 
 
@@ -72,15 +68,4 @@ def run(options: argparse.Namespace, processes: PartialState) -> None:
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc retrieve") -> int:
     """Parse, measure, print the table; return the exit status: 0, or 2 with one line on stderr."""
-    options = build_parser(prog).parse_args(arguments)
-    processes = launched()
-    try:
-        run(options, processes)
-    except PosencError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if (partial := Path(options.output) / PARTIAL_NAME).exists():
-            print(f"finished trials are kept in {partial}: give the same command to go on from them", file=sys.stderr)
-        return 2
-    if processes.num_processes > 1:
-        processes.destroy_process_group()
-    return 0
+    return launch(run, build_parser(prog).parse_args(arguments))

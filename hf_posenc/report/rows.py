@@ -17,7 +17,10 @@ _BY_LENGTH = (
     *("ppl", "nll", "nll_sum", "n_tokens", "stderr", "bits_per_byte", "ratio", "gain", "origin_ppl", "accuracy"),
     *("window", "stride", "refused"),
 )
-_OF_ALL = ("trained_length", "bos_policy", "n_documents", "n_left_out", "n_bytes", "text_hash", "model_hash", "dtype")
+_OF_ALL = (
+    *("trained_length", "bos_policy", "n_documents", "n_left_out", "n_bytes", "text_hash", "model_hash"),
+    *("tokenizer", "tokenizer_hash", "dtype"),
+)
 _VERSIONS = ("hf_posenc", "torch", "transformers")
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.evaluation.protocols import FIXED_TARGET
 from hf_posenc.report.comparability import Panel, panels, tokenizers_differ
-from hf_posenc.report.files import PLOT_NAME, RESULT_NAME, TABLE_NAME, check_output, result_header, write_result
+from hf_posenc.report.files import PLOT_NAME, RESULT_NAME, check_output, result_header, write_result, write_table
 from hf_posenc.report.rows import write_rows
 from hf_posenc.report.table import length_table
 
@@ -73,9 +73,7 @@ def write_report(
     payload = result_header(seed=seed, corpus=corpus) | {"curves": [curve.to_dict() for curve in curves]}
     payload |= extra or {}
     text = report_text(found, title=title)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / TABLE_NAME).open("w", encoding="utf-8") as file:
-        Console(file=file, width=200).print(text)
+    write_table(folder, text)
     for number, panel in enumerate(found, 1):
         _plot(panel, folder, "" if number == 1 else f"-{number}", title)
     (folder / PAGE_NAME).write_text(page(found, title=title), encoding="utf-8")

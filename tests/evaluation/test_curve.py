@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length
 from hf_posenc.evaluation.intervals import bootstrap, standard_error
-from tests.evaluation.models import curve_of, gpt2, random_documents
+from hf_posenc.evaluation.subject import tokenizer_hash
+from tests.evaluation.models import curve_of, gpt2, llama, random_documents
+from tests.evaluation.retrievers import characters
 
 
 def test_tokens_weigh_the_same_whatever_their_window() -> None:
@@ -54,6 +58,26 @@ def test_json_gives_the_same_curve_back() -> None:
     del data["stderr"]
     with pytest.raises(DataError, match="stderr missing"):
         LengthCurve.from_dict(data)
+
+
+def test_a_file_from_before_tokenizers_were_recorded_is_read() -> None:
+    data = curve_of(nll_sum={8: 20.0}, n_tokens={8: 10}).to_dict()
+    old = {key: value for key, value in data.items() if key not in ("tokenizer", "tokenizer_hash")}
+    assert LengthCurve.from_dict(old) == LengthCurve.from_dict(data)
+
+
+def test_a_tokenizer_is_known_by_what_it_does(tmp_path: Path) -> None:
+    tokenizer = characters()
+    tokenizer.save_pretrained(tmp_path / "mine")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "mine")
+    tokenizer("cut short", truncation=True, max_length=3)  # what a call leaves behind is not what a tokenizer does
+    curve = perplexity_by_length(llama(), ["a text"], [8], tokenizer=saved)
+    assert (curve.tokenizer, curve.tokenizer_hash) == ("mine", tokenizer_hash(tokenizer))  # and no folder
+    assert tokenizer_hash(characters("ab")) != curve.tokenizer_hash
+    tokenizer.add_tokens(["more"])
+    assert tokenizer_hash(tokenizer) != curve.tokenizer_hash
+    ids = perplexity_by_length(llama(), random_documents(9), [8])
+    assert (ids.tokenizer, ids.tokenizer_hash) == (None, None)
 
 
 def test_the_ratio_is_to_the_longest_length_in_range() -> None:

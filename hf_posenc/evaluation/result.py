@@ -1,0 +1,59 @@
+"""What every result says of the model it was measured on, and how results come back from JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from hf_posenc.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A measurement of one model; the fields that all of them share.
+
+    Attributes:
+        name: the model's name.
+        trained_length: the length the model's config states it was trained for, None where it states none.
+        model_hash: SHA-256 over weights and position encoding (`subject.model_hash`), None for weights out of reach.
+        tokenizer: name of the tokenizer, None where documents came as token ids, or for a file older than this field.
+        tokenizer_hash: SHA-256 over what it makes of texts (`subject.tokenizer_hash`), None as `tokenizer` is.
+        dtype: dtype of the model's weights; losses are computed in float32 and summed in float64 whatever it is.
+        versions: see `provenance.versions`.
+    """
+
+    name: str
+    trained_length: int | None
+    model_hash: str | None
+    tokenizer: str | None = None
+    tokenizer_hash: str | None = None
+    dtype: str
+    versions: Mapping[str, str]
+
+    @classmethod
+    def _fields_of(cls, data: Mapping[str, Any], *, called: str) -> dict[str, Any]:
+        """Return the fields out of plain data; one that older files lack is left to its default.
+
+        Raises:
+            DataError: a field is missing.
+        """
+        needed = [field.name for field in fields(cls) if field.default is MISSING]
+        if missing := sorted(name for name in needed if name not in data):
+            raise DataError(f"This is no {called}: {', '.join(missing)} missing. Evaluate the model again.")
+        return {field.name: data[field.name] for field in fields(cls) if field.name in data}
+
+
+def check_alike(results: Sequence[Result], names: Sequence[str]) -> None:
+    """Refuse results that differ in one of these fields, so that their numbers cannot stand side by side.
+
+    Raises:
+        DataError: which field differs, with its values, hashes cut short.
+    """
+    for name in names:
+        found = sorted({str(getattr(result, name))[:12] for result in results})
+        if len(found) > 1:
+            raise DataError(
+                f"These results differ in {name} ({', '.join(found)}), so they cannot stand side by side. "
+                "Measure all models in one run."
+            )
