@@ -68,8 +68,7 @@ def perplexity_by_length(
     bos = chosen.bos(bos_policy)
     check_batch_size(batch_size)
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos, joined=chosen.joined)
-    if chosen.fills:
-        corpus = corpus.filling(ordered[-1])
+    corpus = corpus.filling(ordered[-1]) if chosen.fills else corpus
     _check_windows(chosen, corpus, strides)
     return Measurement(
         model=model,
