@@ -258,26 +258,6 @@ def routes(model: PreTrainedModel, *, length: int | None = None) -> dict[str, Re
     return {route.name: route.refuses(source) for route in ranked() if route.serves(source.model_type)}
 
 
-def choose(source: Source, name: str | None) -> Route:
-    """Return the route to take: the one of that name, or the preferred one that is exact.
-
-    Raises:
-        UnknownNameError: no route has that name.
-        ExportError: it, or every route, is refused; the message gives each reason.
-    """
-    open_to = [ROUTES[name]] if name else [route for route in ranked() if route.serves(source.model_type)]
-    reasons = {route.name: route.refuses(source) for route in open_to}
-    for route in open_to:
-        if reasons[route.name] is None:
-            return route
-    what = f"{source.stock.__name__} with {source.encoding.name}"
-    said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ExportError(
-        f"no stock architecture computes {what} exactly ({said or 'there is no route from its type'}). "
-        "model.save_pretrained keeps it as it is."
-    )
-
-
 def stock_config(source: Source) -> Any:
     """Return the config that the stock model had, a copy, without what a patch notes in it."""
     config = copy.deepcopy(source.config)

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import ExportError, OutputExistsError
 from hf_posenc.export import reread
-from hf_posenc.export.route import Source, Target, choose, read
+from hf_posenc.export.choice import choose
+from hf_posenc.export.route import Source, Target, read
 
 TOLERANCE = 1e-5
 """Largest difference of a score in float32, as a share of the largest magnitude where that is above 1."""

@@ -202,6 +202,18 @@ def test_a_pair_without_any_target_is_refused_with_every_reason(tmp_path: Path) 
         export_native(model, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("target", "word"), [("falcon", "bfloat16"), ("bloom", "LayerNorm"), ("mpt", "biases")])
+def test_families_with_an_encoding_of_that_name_say_why_they_do_not_take_it(
+    target: str, word: str, tmp_path: Path
+) -> None:
+    model = prepared("gpt2", "alibi")
+    for asked in (target, None):
+        with pytest.raises(ExportError, match=f"{target}: [^;]*{word}"):
+            export_native(model, tmp_path / "out", target=asked)
+    with pytest.raises(UnknownNameError):
+        export_native(prepared("gpt2", "t5"), tmp_path / "out", target=target)
+
+
 def test_a_stock_model_is_told_to_save_itself(tmp_path: Path) -> None:
     with pytest.raises(PatchStateError, match="save_pretrained"):
         export_native(MODELS["gpt2"].fresh(), tmp_path / "out")
