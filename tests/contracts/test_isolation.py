@@ -177,6 +177,10 @@ def optimized_in_groups(model: PreTrainedModel) -> Any:
     return torch.optim.SGD([{"params": weights[:1], "lr": 0.1}, {"params": weights[1:]}], lr=0.2)
 
 
+def optimized_in_part(model: PreTrainedModel) -> Any:
+    return torch.optim.SGD(list(model.parameters())[-1:], lr=0.1)
+
+
 def hooked(model: PreTrainedModel) -> Any:
     return add_hook_to_module(model, ModelHook())
 
@@ -185,7 +189,7 @@ def prepared(model: PreTrainedModel) -> Any:
     return Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("hold", [optimized, optimized_in_groups, hooked, prepared])
+@pytest.mark.parametrize("hold", [optimized, optimized_in_groups, optimized_in_part, hooked, prepared])
 def test_a_patch_comes_before_whoever_holds_the_model(hold: Any) -> None:
     model = SUBJECTS["gpt2"].fresh()
     held = hold(model)
@@ -193,6 +197,15 @@ def test_a_patch_comes_before_whoever_holds_the_model(hold: Any) -> None:
         posenc.patch(model, posenc.Alibi())
     assert not posenc.is_patched(model)
     assert held is not None
+
+
+def test_whoever_else_holds_a_parameter_is_no_optimizer() -> None:
+    model = SUBJECTS["gpt2"].fresh()
+    model(input_ids=tokens(1, 9), labels=tokens(1, 9)).loss.backward()
+    held = [{"params": list(model.parameters())}, list(model.parameters())]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # is gone after this line
+    assert posenc.is_patched(posenc.patch(model, posenc.Alibi()))
+    assert len(held) == 2
 
 
 def test_a_patch_comes_before_adapters() -> None:
