@@ -71,13 +71,16 @@ def rope_parameters(source: Source, *, container: bool = False) -> dict[str, Any
     """
     config, geometry = source.encoding, source.geometry
     if silent(config):
-        return no_rotation(geometry.max_position_embeddings)
-    plain: Any = dataclasses.replace(config, **_HALF_SPLIT) if isinstance(config, RoPE) else config
-    native: dict[str, Any] | None = plain.rope_parameters(geometry)
-    if native is not None and (native["rope_type"] == "default" or not container):
-        return native
-    found, attention_factor = pair_frequencies(source)
-    theta, dim = float(plain.theta or 10000.0), 2 * len(found)
+        if not container:
+            return no_rotation(geometry.max_position_embeddings)
+        theta, found, attention_factor = 10000.0, [0.0] * (geometry.head_dim // 2), 1.0
+    else:
+        plain: Any = dataclasses.replace(config, **_HALF_SPLIT) if isinstance(config, RoPE) else config
+        native: dict[str, Any] | None = plain.rope_parameters(geometry)
+        if native is not None and (native["rope_type"] == "default" or not container):
+            return native
+        theta, (found, attention_factor) = float(plain.theta or 10000.0), pair_frequencies(source)
+    dim = 2 * len(found)
     divisors = [base / f if f else STILL for base, f in zip(frequencies(theta, dim), found, strict=True)]
     return {
         "rope_type": "longrope",

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import hf_posenc as posenc
 from hf_posenc.surgery import record_of
-from tests.families.models import fresh
+from tests.families.models import backends, fresh
 from tests.models import SPECS, SUBJECTS, TRAINED, VARIANTS, Subject
 
 _ENCODING = posenc.encoding
@@ -144,5 +144,13 @@ def stirred(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def of_type(model_type: str, spec: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A patched model of any registered type."""
-    return stirred(posenc.patch(fresh(model_type).to(dtype), ENCODINGS[spec], verify=False))
+    """A patched model of any registered type, on a backend that it has."""
+    model = by_loops(fresh(model_type, backends(model_type)[0]).to(dtype))
+    return stirred(posenc.patch(model, ENCODINGS[spec], verify=False))
+
+
+def by_loops(model: Any) -> Any:
+    """The same model, its experts one after the other if it has some: grouped products take no float64."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model

@@ -114,7 +114,9 @@ def test_models_with_any_encoding_do(tmp_path: Path) -> None:
         model = trained(subject, name)
         if model.config.model_type.startswith("posenc_"):
             first.append(saved(model, tmp_path / f"{subject}-{name}", reach(name)))
-    assert {str(path.parent.name).partition("-")[2] for path in first} == set(posenc.encodings())
+    assert {str(path.parent.name).partition("-")[2] for path in first} == set(posenc.encodings()) - {
+        "stacks"
+    }  # of models with both
     assert twice(first, tmp_path)[: len(first)] == ["True"] * len(first)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_posenc.export.rotation import rope_parameters, silent, takes_rotation
+from hf_posenc.export.rotation import pair_frequencies, rope_parameters, silent, takes_rotation
 from hf_posenc.export.route import Reason, Route, Source, Target, register_route, stock_config
 from hf_posenc.family import FAMILIES
 
@@ -17,6 +17,8 @@ def serves(model_type: str) -> bool:
 
 def fits(source: Source) -> Reason:
     """Say why the parameters of a model cannot hold the encoding."""
+    if not hasattr(source.config, "rope_parameters"):
+        return "its config says nothing of its rotation, which is fixed"
     own = source.config.rope_parameters or {}
     if any(isinstance(value, dict) for value in own.values()):
         return "its layers have parameters by their type, which no single set replaces"
@@ -31,7 +33,9 @@ def fits(source: Source) -> Reason:
 def build(source: Source) -> Target:
     """Return the stock model with the parameters of the encoding."""
     config = stock_config(source)
-    parameters = rope_parameters(source)
+    parameters = rope_parameters(source, container=source.model_type == "phi3")  # which takes no other type
+    if source.model_type == "phimoe" and parameters["rope_type"] != "default":
+        parameters |= dict.fromkeys(("short_mscale", "long_mscale"), pair_frequencies(source)[1])  # read, and wanted
     if not source.family.partial_rotary:
         parameters.pop("partial_rotary_factor", None)
     config.rope_parameters = parameters

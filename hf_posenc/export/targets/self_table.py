@@ -57,6 +57,8 @@ def build(source: Source) -> Target:
     weights = {name: weight for name, weight in source.model.state_dict().items() if "posenc" not in name.split(".")}
     path = ".".join(part for part in (body, source.family.table) if part)
     weights[f"{prefix}{path}.weight"] = table(source)
+    if source.family.declared and source.family.declared.positional:  # what its attention adds was taken out too
+        weights |= {name: torch.zeros_like(w) for name, w in weights.items() if "relative_attention_bias" in name}
     config = stock_config(source)
     start = table_start(source.family, source.config) if source.family.counts_padding else 0
     config.max_position_embeddings = source.rows + start
