@@ -60,6 +60,30 @@ def test_albert_keeps_what_it_says_when_its_own_table_is_put_back() -> None:
     assert torch.equal(model(**inputs).logits, before)
 
 
+def test_albert_gets_positions_beyond_its_table() -> None:
+    model, _ = checkpoints.rxnmapper_albert()
+    posenc.patch(model, posenc.RoPE())
+    assert model(torch.randint(5, 500, (1, 4 * 512))).logits.isfinite().all()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_smollm2_keeps_its_own_rotation_and_runs_at_four_times_its_length_with_another() -> None:
+    model, tokenizer = checkpoints.smollm2()
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, : 4 * 8192 + 1]
+    before, own = model(ids[:, :512]).logits, perplexity(model, ids[:, :512])
+    posenc.patch(model, posenc.RoPE())
+    assert torch.equal(model(ids[:, :512]).logits, before)
+    assert perplexity(model, ids[:, :512]) == own
+    posenc.unpatch(model)
+    posenc.patch(model, posenc.Alibi())
+    with evaluation_mode(model):
+        assert Scorer(model, ids[0]).nll(ids, 1024).isfinite().all()
+    posenc.unpatch(model)
+    assert torch.equal(model(ids[:, :512]).logits, before)
+
+
 @pytest.mark.slow
 def test_smollm2_reads_past_its_length_with_yarn() -> None:
     """At 12,288 tokens, half as much again as it was trained on, the last 1,024 tokens of English prose."""
