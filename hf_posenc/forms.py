@@ -1,8 +1,8 @@
 """Which form the attention of one call takes, where there is a faster one than writing the bias out.
 
-A bias of the distance alone needs one number a distance where slots stand for positions: where every query sees one
-stretch of keys, and positions count on along it, as under padding, in a cache and in plain texts. Whatever is otherwise
-goes through the general form, in `scores`.
+Where slots stand for positions, a bias of the distance alone needs one number a distance, and any other is written out
+for a few queries at a time: where every query sees one stretch of keys, and positions count on along it, as under
+padding, in a cache and in plain texts. Whatever is otherwise goes through the general form, in `scores`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.blocks import Blocks, attend_biased
 from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Positions
@@ -86,8 +87,11 @@ def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
     if not encoding.overrides("bias"):
         return "the stock attention function"
     fast = model.config._attn_implementation == "sdpa" and model.device.type == "cpu" and trusted(model.dtype)
-    if fast and encoding.overrides("distance_bias") and not encoding.overrides("temperature"):
-        return "a row of biases by distance"
+    if fast and not encoding.overrides("temperature"):
+        if encoding.overrides("distance_bias"):
+            return "a row of biases by distance"
+        if encoding.bias_settles_at is not None:
+            return "a bias of near keys, in blocks of queries"
     return "a bias written out, in blocks of queries"
 
 
@@ -116,15 +120,15 @@ def attend_in_form(
     if encoding.rotation_grows_after is not None:
         return attend_by_length(scores, attend, query, key, value)
     plain = scores.factor is None and not dropout and given.get("softcap") is None
-    if backend == "sdpa" and encoding.overrides("distance_bias") and plain:
-        output = attend_by_distance(scores, query, key, value)
+    if backend == "sdpa" and encoding.overrides("bias") and plain:
+        output = attend_along(scores, query, key, value)
         if output is not None:
             return output, None
     return attend_in_blocks(scores, attend, query, key, value)
 
 
-def attend_by_distance(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Attend with a bias that is given by its distances alone; None where the general form has to do it.
+def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """Attend where every query sees one stretch of keys; None where the general form has to do it.
 
     Args:
         scores: of the call.
@@ -153,7 +157,7 @@ def attend_by_distance(scores: Scores, query: Tensor, key: Tensor, value: Tensor
     outputs = []
     for index, stretch in enumerate(seen.stretches):
         row = tuple(x[index : index + 1] for x in states)
-        outputs.append(_attend_stretch(scores, row, seen, stretch))
+        outputs.append(_attend_stretch(scores.row(index), row, seen, stretch))
     return torch.cat(outputs)
 
 
@@ -165,22 +169,53 @@ def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stre
         return torch.zeros_like(query).transpose(1, 2)
     blind = max(0, first - seen.start) if seen.causal else 0  # queries before the first key
     query, key, value = query[:, :, blind:], key[:, :, first:last], value[:, :, first:last]
-    band = Band(queries=query.shape[2], keys=last - first, first=seen.start + blind - first, causal=seen.causal)
+    shape = {"queries": query.shape[2], "keys": last - first, "first": seen.start + blind - first}
+    if scores.encoding.overrides("distance_bias"):
+        output = _by_distance(scores, (query, key, value), Band(**shape, causal=seen.causal))
+    else:
+        at = scores.positions.part(slice(blind, None), slice(first, last))
+        output = _by_blocks(scores, (query, key, value), at, causal=seen.causal, **shape)
+    return nn.functional.pad(output.transpose(1, 2), (0, 0, 0, 0, blind, 0)) if blind else output.transpose(1, 2)
+
+
+def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, **shape: Any) -> Tensor:
+    """Attend with a bias that is written out for a block of queries at a time; (b, h, q, d)."""
+    encoding = scores.encoding
+
+    def bias(query: Tensor, key: Tensor, gates: Tensor | None, rows: slice, keys: slice) -> Tensor:
+        with exactly(query.device):
+            found = encoding.bias(query * scores.scaling, key, dataclasses.replace(at.part(rows, keys), gates=gates))
+        if found is None:
+            raise UnsupportedEncodingError(f"{type(encoding).__name__} was to give a bias, not None.")
+        return found.to(scores.dtype)
+
+    return attend_biased(
+        *states,
+        gates=at.gates,
+        bias=bias,
+        parameters=[parameter for parameter in encoding.parameters() if parameter.requires_grad],
+        blocks=Blocks(**shape, settled=encoding.bias_settles_at),
+        scale=scores.scaling,
+    )
+
+
+def _by_distance(scores: Scores, states: tuple[Tensor, ...], band: Band) -> Tensor:
+    """Attend with a bias that is given by its distances alone; (b, h, q, d)."""
+    query, key, value = states
     signed = band.distances(query.device)
     with exactly(query.device):
-        table = scores.encoding.distance_bias((signed.clamp(min=0) if seen.causal else signed).to(scores.dtype))
+        table = scores.encoding.distance_bias((signed.clamp(min=0) if band.causal else signed).to(scores.dtype))
     if table is None:
         raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give a bias by distance, not None.")
     table = table.expand(query.shape[1], -1)
     windows: dict[int, Heads] = {band.window: slice(None)}
-    if seen.causal:
+    if band.causal:
         table = table.masked_fill(signed < 0, -torch.inf)
         if CHUNK < band.first + band.queries <= band.keys:
             table = table.masked_fill(_too_far(query, key, table, band, scores.scaling), -torch.inf)
             windows = _windows(table, signed)
     bands = tuple((heads, dataclasses.replace(band, window=window)) for window, heads in windows.items())
-    output = attend(query, key, value, table.contiguous(), bands=bands, scale=scores.scaling)
-    return nn.functional.pad(output.transpose(1, 2), (0, 0, 0, 0, blind, 0)) if blind else output.transpose(1, 2)
+    return attend(query, key, value, table.contiguous(), bands=bands, scale=scores.scaling)
 
 
 @torch.no_grad()

@@ -26,6 +26,10 @@ class Encoding(nn.Module):
     """Length in tokens after which the rotation of a query depends on how far the text has come, or None where it never
     does. Keys are then cached unrotated, and `at_length` gives the static encoding of a query at that length."""
 
+    bias_settles_at: int | None = None
+    """Distance in tokens from which on `bias` gives a query one and the same number for every key behind it, or None
+    where it goes on changing. It need not be written out for these keys then."""
+
     tempering: Tempering | None
     """The temperature that the config asked for, beside whatever `temperature` does, or None."""
 

@@ -85,6 +85,19 @@ class Positions:
         keys, queries = self.key.shape[-1], self.query.shape[-1]
         return torch.arange(keys - queries, keys, device=self.key.device)
 
+    def part(self, queries: slice, keys: slice) -> Positions:
+        """Return the positions of some queries and some keys, neither packed.
+
+        A query whose own key is behind these, as that of padding after a text is, stands at the last of them.
+        """
+        key = self.key[:, keys]
+        return Positions(
+            query=self.query[:, queries],
+            key=key,
+            gates=None if self.gates is None else self.gates[..., keys],
+            slots=(self.own_slots()[queries] - (keys.start or 0)).clamp(max=key.shape[1] - 1),
+        )
+
 
 def from_mask(mask: Tensor) -> Tensor:
     """Return the positions of the tokens under a 2-D padding mask.

@@ -28,6 +28,7 @@ FLOORS = [
         "encodings families",
         "caching joint kernels length scores",
         "toeplitz",
+        "blocks",
         "forms",
         "interposer",
         "declared inputs",

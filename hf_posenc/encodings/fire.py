@@ -48,28 +48,34 @@ class FIREEncoding(Encoding):
         far = torch.maximum(come, (self.length_multiplier.to(dtype) * self.threshold).abs())
         scale = torch.log1p((c * far).abs()) + EPS  # (1|b, q)
         x = torch.log1p((c * positions.distance().to(dtype)).abs()) / scale[..., None]  # (1|b, q, k)
-        knots, slopes, heights = self.pieces(dtype)
-        piece = torch.bucketize(x.detach(), knots)
-        lines = nn.functional.embedding(piece, torch.cat((slopes, heights), dim=-1)).permute(0, 3, 1, 2)
-        slope, height = lines.chunk(2, dim=1)
-        return torch.addcmul(height, slope, x[:, None])
+        slopes, heights, outputs = self.units(x.detach().max() if x.numel() else c)
+        bent = torch.addcmul(heights[:, None], slopes[:, None], x.flatten()).relu_()  # (units, b q k)
+        return (outputs @ bent).unflatten(1, x.shape).transpose(0, 1)
 
-    def pieces(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the network as the piecewise linear function that it is.
+    def units(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the network from 0 to the largest argument there is: f(x) = outputs . relu(slopes x + heights).
 
-        The kinks, ascending, (width,), and slope and height of each piece before, between and behind them,
-        (width + 1, h) each. A score then costs a look-up and not `width` products; gradients are those of the network.
-        Kinks outside of -1 .. 1e6 are moved there, past every argument there is.
+        Units without a kink in there are a straight line or nothing, so that one unit stands for all of them: what a
+        score costs depends on how many bend. Gradients are those of the network.
+
+        Returns:
+            Slopes and heights, (units,) each, and outputs, (h, units), in the dtype of `largest`. The first two units
+            are the constant and x itself.
         """
+        dtype = largest.dtype
         w, b = self.hidden.weight.to(dtype)[:, 0], self.hidden.bias.to(dtype)
         out, offset = self.output.weight.to(dtype), self.output.bias.to(dtype)
+        constant = w.new_tensor([0.0, 1.0])
+        if torch.compiler.is_compiling():  # a graph cannot look at the numbers
+            straight = torch.stack((offset, torch.zeros_like(offset)), dim=1)
+            return torch.cat((constant, w)), torch.cat((constant.flip(0), b)), torch.cat((straight, out), dim=1)
         with torch.no_grad():
-            flat = w == 0  # such a unit has no kink; one where nothing changes does no harm
-            knots = torch.where(flat, 0.0, -b / torch.where(flat, 1.0, w)).clamp(-1, 1e6).sort().values.double()
-            ends = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
-            active = w.double() * ((ends[:-1] + ends[1:]) / 2)[:, None] + b.double() > 0
-        on = active.to(dtype)  # (width + 1, width)
-        return knots.to(dtype), on @ (out * w).T, on @ (out * b).T + offset
+            ends = b, w * largest + b
+            bent = ends[0] * ends[1] < 0
+            on = ~bent & (ends[0] + ends[1] > 0)
+        straight = torch.stack((out[:, on] @ b[on] + offset, out[:, on] @ w[on]), dim=1)
+        slopes, heights = torch.cat((constant, w[bent])), torch.cat((constant.flip(0), b[bent]))
+        return slopes, heights, torch.cat((straight, out[:, bent]), dim=1)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

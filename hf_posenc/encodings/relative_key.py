@@ -56,6 +56,8 @@ class BertRelativeEncoding(Encoding):
         self.config = config
         self.one_sided = geometry.causal
         self.reach = config.max_position_embeddings or geometry.max_position_embeddings
+        if config.position_embedding_type == "relative_key":
+            self.bias_settles_at = self.reach - 1
         self.scaling: float = geometry.head_dim**-0.5
         self.distance_embedding = nn.Embedding(2 * self.reach - 1, geometry.head_dim)
         nn.init.zeros_(self.distance_embedding.weight)

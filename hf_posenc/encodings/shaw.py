@@ -29,6 +29,7 @@ class ShawEncoding(Encoding):
     def __init__(self, config: Shaw, geometry: Geometry) -> None:
         super().__init__()
         self.config = config
+        self.bias_settles_at = config.left
         rows = config.left + config.right + 1
         self.weight = nn.Parameter(torch.zeros(rows, geometry.head_dim))
         if config.relative == "keys_and_values":

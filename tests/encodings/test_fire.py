@@ -92,17 +92,20 @@ def test_threshold_and_count_matter() -> None:
         ([-1.0, -2.0, -3.0], [-1.0, 0.5, 9.0]),
     ],
 )
-def test_the_pieces_are_the_network(weights: list[float], offsets: list[float]) -> None:
+def test_the_units_are_the_network(weights: list[float], offsets: list[float]) -> None:
     """Kinks that coincide, that no unit has, at the first argument, outside of all arguments: nothing changes."""
     encoding = built(width=3)
     with torch.no_grad():
         encoding.hidden.weight.copy_(torch.tensor(weights).double()[:, None])
         encoding.hidden.bias.copy_(torch.tensor(offsets).double())
     x = torch.linspace(0, 1.2, 41).double()
-    knots, slopes, heights = encoding.pieces(torch.float64)
-    piece = torch.bucketize(x, knots)
-    expected = encoding.output(encoding.hidden(x[:, None]).relu())
-    assert torch.allclose(slopes[piece] * x[:, None] + heights[piece], expected, atol=1e-12)
+    slopes, heights, outputs = encoding.units(x.max())
+    assert torch.allclose(
+        outputs @ (slopes[:, None] * x + heights[:, None]).relu(),
+        encoding.output(encoding.hidden(x[:, None]).relu()).T,
+        atol=1e-12,
+    )
+    assert len(slopes) == 2 + sum(0 < -b < 1.2 * w or 1.2 * w < -b < 0 for w, b in zip(weights, offsets, strict=True))
 
 
 @pytest.mark.parametrize(
