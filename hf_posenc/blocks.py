@@ -167,7 +167,7 @@ class _Attention(torch.autograd.Function):
                     found.append((far, _kernel_gradients(*far_states, mask=None, scale=scale)))
                 states += [key[:, :, near], value[:, :, near]]
                 if written.requires_grad:
-                    *near_found, scores = _gradients(*states, mask=mask, scale=scale)
+                    near_found, scores = _gradients(*states, mask=mask, scale=scale)
                     if shared is not None:  # over all keys, far and near, the gradients of a query's scores cancel
                         scores = torch.cat([-scores.sum(-1, keepdim=True), scores], dim=-1)
                     places = [d_query[:, :, part], d_key[:, :, block.written]]
@@ -244,4 +244,4 @@ def _gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, ...
     weights = (query * scale @ key.mT).add_(mask).sub_(sums[..., None]).exp_()
     of_value = weights.mT @ gradient
     scores = (gradient @ value.mT).sub_((gradient * output).sum(-1, keepdim=True)).mul_(weights)
-    return scores @ key * scale, scores.mT @ query * scale, of_value, scores
+    return (scores @ key * scale, scores.mT @ query * scale, of_value), scores

@@ -50,7 +50,8 @@ class FIREEncoding(Encoding):
         x = torch.log1p((c * positions.distance().to(dtype)).abs()) / scale[..., None]  # (1|b, q, k)
         slopes, heights, outputs = self.units(x.detach().max() if x.numel() else c)
         bent = torch.addcmul(heights[:, None], slopes[:, None], x.flatten()).relu_()  # (units, b q k)
-        return (outputs @ bent).unflatten(1, x.shape).transpose(0, 1)
+        scores: Tensor = outputs @ bent
+        return scores.unflatten(1, x.shape).transpose(0, 1)
 
     def units(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the network from 0 to the largest argument there is: f(x) = outputs . relu(slopes x + heights).
