@@ -235,7 +235,7 @@ def _kernel_gradients(*states: Tensor, mask: Tensor | None, scale: float) -> tup
     return found
 
 
-def _gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, ...]:
+def _gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the gradients of query, key, value and, (b, h, rows, k), of the scores of one block.
 
     With P the weights and dP = dO V^T, the gradient of the scores is dS = P (dP - rowsum(dO O)).

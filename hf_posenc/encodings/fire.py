@@ -51,7 +51,7 @@ class FIREEncoding(Encoding):
         slopes, heights, outputs = self.units(x.detach().max() if x.numel() else c)
         bent = torch.addcmul(heights[:, None], slopes[:, None], x.flatten()).relu_()  # (units, b q k)
         scores: Tensor = outputs @ bent
-        return scores.unflatten(1, x.shape).transpose(0, 1)
+        return scores.view(-1, *x.shape).transpose(0, 1)
 
     def units(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the network from 0 to the largest argument there is: f(x) = outputs . relu(slopes x + heights).
