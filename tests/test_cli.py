@@ -103,6 +103,7 @@ def test_diagnose_says_what_it_found_and_keeps_it(tmp_path: Path) -> None:
         "words with words",
     ):
         assert part in said, said
+    assert "…" not in said  # nothing is cut on a terminal of 80 columns
     kinds = {path.name for path in folder.iterdir()}
     assert kinds >= {"result.json", "table.txt", "a.png", "a.svg", "b.png", "comparison.png", "comparison.svg"}
     result = json.loads((folder / "result.json").read_text())

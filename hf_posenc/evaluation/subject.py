@@ -80,7 +80,7 @@ def model_name(model: nn.Module) -> str:
 
 def published_name(model: nn.Module) -> str:
     """Return `model_name`, of a folder on this machine its last part alone."""
-    return _without_folders(model_name(model))
+    return without_folders(model_name(model))
 
 
 def dtype_name(model: nn.Module) -> str:
@@ -123,12 +123,12 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """Return the Hub name a tokenizer was loaded from, the last part of its folder, or its class; None for none."""
     if tokenizer is None:
         return None
-    return _without_folders(str(getattr(tokenizer, "name_or_path", ""))) or type(tokenizer).__name__
+    return without_folders(str(getattr(tokenizer, "name_or_path", ""))) or type(tokenizer).__name__
 
 
-def _without_folders(name: str) -> str:
+def without_folders(name: str) -> str:
     """Return a Hub name as it is, of a folder on this machine its last part."""
-    return Path(name).name if Path(name).is_dir() else name
+    return Path(name).absolute().name if Path(name).is_dir() else name
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

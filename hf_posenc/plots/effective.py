@@ -40,7 +40,7 @@ def plot_effective_lengths(
             if curve.trained_length:
                 axes.plot([curve.trained_length], [row], color="black", marker="|", markersize=20, markeredgewidth=2)
         axes.set_yticks(range(len(shown)), [curve.name for curve in shown])
-        axes.invert_yaxis()
+        axes.set_ylim(len(shown) - 0.4, -0.6)  # the first on top, and none at the edge
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("context in tokens")
         head(axes, title, "up to here the loss stays within 1 % of that at the trained length, which the tick marks")

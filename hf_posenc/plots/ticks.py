@@ -9,7 +9,8 @@ from matplotlib import ticker
 
 def value_ticks(low: float, high: float, *, log: bool) -> list[float]:
     """Return three to ten round numbers from `low` to `high`; on a logarithmic axis both are above 0."""
-    even = [float(tick) for tick in ticker.MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
+    round_steps = ticker.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
+    even = [float(tick) for tick in round_steps.tick_values(low, high) if low <= tick <= high]
     if not log:
         return even
     steps = (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 4, 5, 7)

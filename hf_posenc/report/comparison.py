@@ -15,6 +15,7 @@ from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.evaluation.checkpoints import evaluate_checkpoints
 from hf_posenc.evaluation.protocols import SLIDING
+from hf_posenc.evaluation.subject import without_folders
 from hf_posenc.report.comparability import Panel, panels
 from hf_posenc.report.files import RESULT_NAME
 from hf_posenc.report.rows import curve_rows
@@ -100,7 +101,7 @@ def compare(
         raise ConfigError(f"max_documents must be at least 1; got {max_documents}.")
     found = [_Source.of(source) for source in sources]
     read = [curve for source in found for curve in source.curves]
-    models = {source.name or source.path: source.path for source in found if not source.curves}
+    models = {source.called: source.path for source in found if not source.curves}
     if len(models) < sum(not source.curves for source in found):
         raise ConfigError("Two of the models share a name: give each a name of its own, NAME=PATH.")
     corpus: dict[str, Any] = {}
@@ -117,7 +118,7 @@ def compare(
             batch_size=batch_size,
         )
         own = {name: [curve for curve in measured if curve.name == name] for name in models}
-        found = [source if source.curves else source.measured(own[source.name or source.path]) for source in found]
+        found = [source if source.curves else source.measured(own[source.called]) for source in found]
     return Comparison(curves=tuple(_named_apart(found)), corpus=corpus, title=title)
 
 
@@ -149,6 +150,11 @@ class _Source:
     def measured(self, curves: Sequence[LengthCurve]) -> _Source:
         """Return the source with the curves of its model, which bear its name already."""
         return replace(self, name="", curves=tuple(curves))
+
+    @property
+    def called(self) -> str:
+        """The name of the model: the one given, or that of its folder or on the Hub."""
+        return self.name or without_folders(self.path)
 
     @property
     def label(self) -> str:

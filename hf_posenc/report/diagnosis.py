@@ -24,10 +24,6 @@ from hf_posenc.report.launching import named_paths
 
 _SAME = 0.005  # nats a token that moving all positions may cost and still count as nothing
 _ALL = 0.995  # of a share, from where on it is said to be all
-_HEADINGS = (
-    *("positions", "reach", "trained", "scores explained", "of that distance"),
-    *("loss", "loss moved", "usable to"),
-)
 _ODD = re.compile(r"[^\w.-]+")
 
 
@@ -126,27 +122,31 @@ def _moved(d: Diagnosis) -> list[str]:
 
 
 def diagnosis_table(found: Sequence[Diagnosis]) -> Table:
-    """Return models side by side, for rich to print."""
+    """Return models side by side, for rich to print: a row a finding, a column a model."""
     table = Table(title="What positions do", title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
     for d in found:
-        trained = None if d.table is None else d.table.trained
-        shares = d.position_share
-        cells = [
-            d.kind,
-            "no end" if d.max_length is None else f"{d.max_length:,}",
-            "" if trained is None else f"{trained:,}",
-            f"{min(shares):.0%} to {max(shares):.0%}",
-            "" if d.toeplitz_r2 is None else f"{d.toeplitz_r2:.0%}",
-        ]
-        if d.shift is None:
-            cells += ["", "", ""]
-        else:
-            cells += [f"{d.shift.nll[0]:.3f}", f"{max(d.shift.nll.values()):.3f}", f"{d.shift.usable:,}"]
-        table.add_row(d.name, *cells)
+        table.add_column(d.name, justify="right")
+    columns = [_findings(d) for d in found]
+    for heading in columns[0]:
+        table.add_row(heading, *(column[heading] for column in columns))
     return table
+
+
+def _findings(d: Diagnosis) -> dict[str, str]:
+    """Return what was found in one model by heading, empty where it has nothing of the kind."""
+    trained = None if d.table is None else d.table.trained
+    shares, losses = d.position_share, None if d.shift is None else d.shift.nll
+    return {
+        "positions": d.kind,
+        "reach": "no end" if d.max_length is None else f"{d.max_length:,}",
+        "trained": "" if trained is None else f"{trained:,}",
+        "scores explained": f"{min(shares):.0%} to {max(shares):.0%}",
+        "of that distance": "" if d.toeplitz_r2 is None else f"{d.toeplitz_r2:.0%}",
+        "loss": "" if losses is None else f"{losses[0]:.3f}",
+        "loss moved": "" if losses is None else f"{max(losses.values()):.3f}",
+        "usable to": "" if d.shift is None else f"{d.shift.usable:,}",
+    }
 
 
 def diagnosis_text(found: Sequence[Diagnosis]) -> Group:

@@ -11,13 +11,14 @@ from accelerate import PartialState
 
 from hf_posenc.errors import ConfigError, PosencError
 from hf_posenc.evaluation.sharing import launched
+from hf_posenc.evaluation.subject import without_folders
 
 PARTIAL_NAME = "partial"
 """Folder in the output in which finished scores are kept until the result is written."""
 
 
 def named_paths(values: Sequence[str]) -> dict[str, str]:
-    """Split `NAME=PATH` values into name -> path; a path alone is its own name.
+    """Split `NAME=PATH` values into name -> path; alone, a folder is named by its last part, and a Hub name is one.
 
     Raises:
         ConfigError: two models of the same name.
@@ -25,7 +26,7 @@ def named_paths(values: Sequence[str]) -> dict[str, str]:
     models: dict[str, str] = {}
     for value in values:
         name, equals, path = value.partition("=")
-        path = path if equals else name
+        name, path = (name, path) if equals else (without_folders(name), name)
         if name in models:
             raise ConfigError(f"Two models are called {name!r}: give each a name of its own, NAME=PATH.")
         models[name] = path

@@ -19,10 +19,10 @@ from hf_posenc.errors import DataError
 from hf_posenc.evaluation import RetrievalGrid
 from hf_posenc.evaluation.result import check_alike
 from hf_posenc.evaluation.retrieval_tasks import TASKS
-from hf_posenc.plots import GREY, STYLE
+from hf_posenc.plots import GREY, STYLE, save
 from hf_posenc.report.files import RESULT_NAME, check_output, result_header, write_result, write_table
 
-PLOT_NAME = "retrieval.png"
+PLOT_NAME = "retrieval"
 TITLE = "Retrieval against length"
 
 
@@ -89,11 +89,11 @@ def _check_comparable(grids: Sequence[RetrievalGrid]) -> None:
     check_alike(grids, ("seed", "digits", "n_others", "text_hash"))
 
 
-def plot_retrieval(grids: Sequence[RetrievalGrid], path: Path | str, *, title: str = TITLE) -> Path:
-    """Draw one map a model (down) and task (across) into a PNG and return its path.
+def plot_retrieval(grids: Sequence[RetrievalGrid], path: Path | str, *, title: str = TITLE) -> list[Path]:
+    """Draw one map a model (down) and task (across); return the PNG and the SVG, `path` with these endings.
 
     Across a map the lengths, down it the depths at which the answer stands, where the task has one; a cell holds the
-    share of the answer that was found, and stays empty where the model cannot go.
+    share of the answer that was found, or "none" where the model cannot go.
     """
     models = list(dict.fromkeys(grid.name for grid in grids))
     tasks = list(dict.fromkeys(grid.task for grid in grids))
@@ -107,10 +107,7 @@ def plot_retrieval(grids: Sequence[RetrievalGrid], path: Path | str, *, title: s
             axes = figure.add_subplot(len(models), len(tasks), row * len(tasks) + column + 1)
             _draw(axes, grid)
             axes.set_title(f"{grid.name}, {grid.task}")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None})
-    return path
+        return save(figure, path)
 
 
 def _draw(axes: Axes, grid: RetrievalGrid) -> None:
@@ -118,10 +115,10 @@ def _draw(axes: Axes, grid: RetrievalGrid) -> None:
     values = np.array([[grid.cells.get((length, depth), np.nan) for length in grid.lengths] for depth in depths])
     axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1)
     for (row, column), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            # Light on the dark end of the colours, dark on the light one: readable in grey, too.
-            colour = "black" if value > 0.6 else "white"
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", color=colour, fontsize=8)
+        # Light on the dark end of the colours, dark on the light one: readable in grey, too.
+        colour = GREY if np.isnan(value) else "black" if value > 0.6 else "white"
+        text = "none" if np.isnan(value) else f"{value:.0%}"
+        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(range(len(grid.lengths)), [f"{length:,}" for length in grid.lengths])
     axes.set_yticks(range(len(depths)), ["" if depth is None else f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens")
@@ -140,7 +137,7 @@ def write_retrieval(
     corpus: Mapping[str, Any] | None = None,
     title: str = TITLE,
 ) -> Path:
-    """Write `result.json`, `table.txt` and `retrieval.png` into `folder` and return it.
+    """Write `result.json`, `table.txt` and the plot `retrieval`, as PNG and SVG, into `folder` and return it.
 
     Raises:
         OutputExistsError: the folder already holds a result.

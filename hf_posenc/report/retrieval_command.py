@@ -32,7 +32,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="Seed of keys, words and filler.")
     parser.add_argument("--batch_size", type=int, default=1, help="Prompts in one forward pass.")
     parser.add_argument("--title", default=TITLE, help="Heading of table and plot.")
-    parser.add_argument("--output", required=True, help="New folder for result.json, table.txt and retrieval.png.")
+    parser.add_argument("--output", required=True, help="New folder for JSON, table and plots.")
     return parser
 
 

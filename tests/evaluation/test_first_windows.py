@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_posenc.errors import DataError
+from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation import (
     KeyTokenPerplexity,
     PositionCurve,
@@ -22,6 +22,7 @@ from hf_posenc.evaluation.checkpoints import Measured
 from hf_posenc.evaluation.position import log_bins
 from hf_posenc.report.command import main
 from hf_posenc.report.first_windows import _by_octave, _octaves, positions_text
+from hf_posenc.report.launching import named_paths
 from tests.evaluation.models import gpt2, llama
 from tests.evaluation.retrievers import characters
 
@@ -82,6 +83,13 @@ def test_doublings_are_made_of_whole_bins(length: int) -> None:
     total = sum(nll * (b - a) for nll, (a, b) in zip(losses, pairwise(edges), strict=True))
     found = zip(_by_octave(curve, octaves), octaves, strict=True)
     assert sum(mean * (last - first) for mean, (first, last) in found) == pytest.approx(total)
+
+
+def test_a_model_without_a_name_has_that_of_its_folder(material: Path) -> None:
+    path = str(material / "llama")
+    assert named_paths([path, "mine=x", "owner/name"]) == {"llama": path, "mine": "x", "owner/name": "owner/name"}
+    with pytest.raises(ConfigError, match="Two models are called 'llama'"):
+        named_paths([path, f"llama={path}"])
 
 
 def test_key_tokens_are_written_and_say_which_variant_they_are(

@@ -49,7 +49,7 @@ def test_it_writes_a_table_a_plot_and_every_trial(
     printed = " ".join(capsys.readouterr().out.split())
     for part in ("passkey", "single_needle", "most probable", "25% by chance", "no position 301", "written to"):
         assert part in printed
-    assert sorted(path.name for path in out.iterdir()) == ["result.json", "retrieval.png", "table.txt"]
+    assert sorted(path.name for path in out.iterdir()) == ["result.json", "retrieval.png", "retrieval.svg", "table.txt"]
     result = json.loads((out / "result.json").read_text(encoding="utf-8"))
     grids = [RetrievalGrid.from_dict(item) for item in result["retrieval"]]
     assert [(grid.name, grid.task) for grid in grids] == [
@@ -91,6 +91,7 @@ def test_what_was_not_measured_alike_does_not_stand_side_by_side(tmp_path: Path)
         retrieval_table([grid, grid])
     with pytest.raises(DataError, match="differ in seed"):
         retrieval_table([grid, replace(grid, name="b", seed=1)])
-    assert plot_retrieval([grid, replace(grid, task="common_words", depths=(), trials=())], tmp_path / "p.png").exists()
+    plots = plot_retrieval([grid, replace(grid, task="common_words", depths=(), trials=())], tmp_path / "p")
+    assert ">none<" in plots[1].read_text(encoding="utf-8")
     assert write_retrieval([grid], tmp_path / "out") == tmp_path / "out"
     assert "100%" in (tmp_path / "out" / "table.txt").read_text(encoding="utf-8")
