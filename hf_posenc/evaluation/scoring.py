@@ -4,6 +4,7 @@ The logits of 16,384 tokens over 50,257 words take 3.1 GiB, the hidden states be
 with its output head fed the first piece of rows, the head's whole input is kept, and the head then runs on the other
 pieces. Both go through the model's own forward and a hook on the head's input: whatever a model does before its head
 (a projection) or after it (soft-capping, scaling) is done by the model itself, and no family needs code of its own.
+Feed-forward layers run in pieces as well (`piecewise`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.evaluation.piecewise import ROWS, feed_forward_layers, in_pieces
 
 # Numbers in one piece of logits, 64 MiB in float32: large enough that pieces cost nothing, small beside any model.
 _PIECE_NUMBERS = 2**24
@@ -66,6 +68,7 @@ class Scorer:
         self._model = model
         self._device = device_of(model)
         self._head = _output_head(model)
+        self._layers = feed_forward_layers(model)
         probe = probe[:_PROBE_TOKENS].to(self._device)[None]  # (1, n)
         logits = self._logits(probe)
         if logits.shape[:2] != probe.shape:
@@ -77,6 +80,8 @@ class Scorer:
         self._piece = max(_MIN_PIECE_ROWS, _PIECE_NUMBERS // logits.shape[-1])
         if self._head is not None and not self._pieces_agree(probe, logits):
             self._head = None
+        if not _close(self._logits(probe, rows=3), logits):
+            self._layers = []
 
     def nll(self, tokens: torch.Tensor, scored: int) -> torch.Tensor:
         """Return the nats of the last `scored` tokens of each row: (b, n + 1) ids -> (b, scored), float64, CPU.
@@ -94,8 +99,10 @@ class Scorer:
             pieces.append(token_nll(logits, targets[first : first + self._piece]))
         return torch.cat(pieces).view(-1, scored)
 
-    def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        output = self._model(input_ids=inputs, use_cache=False)
+    def _logits(self, inputs: torch.Tensor, *, rows: int = ROWS) -> torch.Tensor:
+        """Return the logits of every token, with feed-forward layers run on so many tokens at a time."""
+        with in_pieces(self._layers, rows):
+            output = self._model(input_ids=inputs, use_cache=False)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
             raise UnsupportedFamilyError(

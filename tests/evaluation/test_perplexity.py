@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from hf_posenc.errors import LengthError
 from hf_posenc.evaluation import perplexity_by_length
+from hf_posenc.evaluation.piecewise import feed_forward_layers, in_pieces
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode, token_nll
 from tests.evaluation.models import (
     MODELS,
@@ -198,6 +200,30 @@ def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < largest.numbers <= length * 128  # the MLP's inner states
     assert largest.numbers >= length * 64  # the meter does see the hidden states
     assert max(seen) == 256  # rows of logits; 2,048 in all
+
+
+def test_feed_forward_layers_run_in_pieces_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, documents = llama(), random_documents(60)
+    layers = feed_forward_layers(model)
+    assert len(layers) == 2
+    expected = perplexity_by_length(model, documents, [59]).nll_sum[59]
+    sizes: list[int] = []
+    layers[0].gate_proj.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))  # type: ignore[union-attr]
+    with torch.no_grad(), in_pieces(layers, 16):
+        model(input_ids=torch.tensor(documents))
+    assert sizes == [16, 16, 16, 12]
+    monkeypatch.setattr(Scorer._logits, "__kwdefaults__", {"rows": 16})
+    assert perplexity_by_length(model, documents, [59]).nll_sum[59] == pytest.approx(expected, rel=1e-6)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_layer_that_is_not_the_same_in_pieces_is_run_whole() -> None:
+    model: Any = llama()
+    with evaluation_mode(model):
+        assert Scorer(model, torch.tensor(random_documents(9)[0]))._layers
+        act = model.model.layers[0].mlp.act_fn
+        act.register_forward_hook(lambda module, args, out: out * args[0].shape[1])  # looks at all tokens
+        assert Scorer(model, torch.tensor(random_documents(9)[0]))._layers == []
 
 
 def test_modes_are_restored_and_dropout_is_off() -> None:
