@@ -75,3 +75,13 @@ def test_eight_thousand_tokens_take_a_quarter_of_what_all_logits_take() -> None:
     ours, full = (measured("stock", 12, 8192, form) for form in ("ours", "full"))
     assert 8192 * 768 * 4 / 2**20 < ours["above"] <= 720  # more than one hidden state, or nothing was measured
     assert 4 * ours["above"] <= full["above"]
+
+
+@pytest.mark.slow
+def test_sixty_four_thousand_tokens_of_a_rotary_gpt2_small_fit_in_four_gib() -> None:
+    """With 1 of its 12 layers, and the weights of the others: what a layer computes is given back after it."""
+    one = measured("rope", 1, 65536)
+    eleven_layers = 11 * (12 * 768**2 + 13 * 768) * 4 / 2**20
+    assert one["total"] + eleven_layers <= 4096
+    few, more = (measured("rope", layers, 8192) for layers in (1, 3))
+    assert more["above"] <= 1.1 * few["above"]
