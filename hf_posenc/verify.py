@@ -134,7 +134,7 @@ def _verify_part(
         _verify_interposed(model, plan, probe, before, check)
     if plan.geometry.causal:
         _verify_causal(model, probe, check)
-    _verify_padding(model, probe, check)
+    _verify_padding(model, probe, check, causal=plan.geometry.causal)
 
 
 class _Checks:
@@ -258,10 +258,21 @@ def _verify_causal(model: PreTrainedModel, probe: Probe, check: _Checks) -> None
         check.equal("cache", cached - probe.logits, "decoding with a cache differs from the full forward")
 
 
-def _verify_padding(model: PreTrainedModel, probe: Probe, check: _Checks) -> None:
+def _verify_padding(model: PreTrainedModel, probe: Probe, check: _Checks, *, causal: bool) -> None:
     ids = probe.ids
     padding = getattr(model.config, "pad_token_id", None)
     pads = torch.full_like(ids[:, :3], padding if padding is not None else 0)
-    mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
-    padded = answer(model, torch.cat([pads, ids], dim=1), attention_mask=mask)
+    rows, mask = torch.cat([pads, ids], dim=1), torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
+    padded = answer(model, rows, attention_mask=mask)
     check.equal("left padding", padded[:, 3:] - probe.logits, "padding on the left changes what is said")
+    if not causal:
+        return
+    with _asked(model):
+        output = model(input_ids=rows[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+        name = next((name for name in CACHE_ARGUMENTS if name in output), None)
+        if name is None:
+            return
+        last = model(input_ids=rows[:, -1:], attention_mask=mask, use_cache=True, **{name: output[name]})
+    said = last["logits" if "logits" in last else "last_hidden_state"].double()
+    if said.shape == probe.logits[:, -1:].shape:
+        check.equal("padding in a cache", said - probe.logits[:, -1:], "padding on the left changes what is decoded")
