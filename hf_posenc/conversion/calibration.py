@@ -9,7 +9,7 @@ is of what softmax sees: scores less the mean of their row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,26 +19,31 @@ from transformers import PreTrainedModel
 from hf_posenc.config import Encoding, Layers
 from hf_posenc.encodings.alibi import AlibiEncoding
 from hf_posenc.encodings.fire import FIREEncoding
-from hf_posenc.evaluation.attention_record import attention_of, centred_scores, reporting_attention
+from hf_posenc.evaluation.attention_record import Distances, attention_of, centred_scores, reporting_attention
 from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.positions import Geometry, Positions
 
 ROUNDS = 2
 """What a layer hears of positions changes when the layers below it get theirs, so the fit is made more than once."""
 _EVALUATIONS = 200
+_LEAST = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How well the new encoding can say what the positions of the original did.
+    """How well the new encoding can say what the positions of the original did, for every layer and head.
 
     Attributes:
-        lost: for every layer, (h,): mean square of the scores that were lost, in squared score units (nats).
-        explained: for every layer, (h,): share of it that the fitted bias gives back.
+        lost: mean square of the scores that were lost, averaged over the rows, in squared score units (nats).
+        toeplitz_r2: share of it that distance alone explains: what the best bias of the distance could give back.
+        explained: share of it that the fitted bias gives back.
+        divergence: of the attention from that of the original (`attention_divergence`), `before` the fit and `after`.
     """
 
     lost: list[list[float]]
+    toeplitz_r2: list[list[float]]
     explained: list[list[float]]
+    divergence: dict[str, list[list[float]]]
 
 
 def can_calibrate(encoding: Encoding) -> bool:
@@ -68,6 +73,7 @@ def calibrate(
     size = rows.shape[1]
     visible = torch.ones(size, size, dtype=torch.bool, device=model.device)
     visible = visible.tril() if geometry.causal else visible
+    before = attention_divergence(model, original, rows[:batch_size])
     with evaluation_mode(model), evaluation_mode(original):
         goal = mean_scores(original, rows, visible, batch_size)
         for _ in range(ROUNDS):
@@ -79,8 +85,36 @@ def calibrate(
         fitted = [_centred_bias(_of(encoding, layer), geometry, visible) for layer in range(len(goal))]
     lost = [target.square().mean((1, 2)) for target in targets]
     left = [(target - bias).square().mean((1, 2)) for target, bias in zip(targets, fitted, strict=True)]
-    shares = [(1 - rest / whole.clamp(min=1e-300)).tolist() for rest, whole in zip(left, lost, strict=True)]
-    return Calibration(lost=[whole.tolist() for whole in lost], explained=shares)
+    distances, pairs = Distances(visible), visible.numel()
+    best = [(distances.fit(target) * distances.sums(target)).sum(-1) / pairs for target in targets]
+    return Calibration(
+        lost=[whole.tolist() for whole in lost],
+        toeplitz_r2=[(part / whole.clamp(min=_LEAST)).tolist() for part, whole in zip(best, lost, strict=True)],
+        explained=[(1 - rest / whole.clamp(min=_LEAST)).tolist() for rest, whole in zip(left, lost, strict=True)],
+        divergence={"before": before, "after": attention_divergence(model, original, rows[:batch_size])},
+    )
+
+
+def attention_divergence(model: PreTrainedModel, original: PreTrainedModel, rows: Tensor) -> list[list[float]]:
+    """Return for every layer and head how far attention is from the original's: mean KL divergence in nats a query.
+
+    Args:
+        model, original: two models of the same layers and heads.
+        rows: (b, n) token ids, read in one forward pass.
+
+    Raises:
+        UnsupportedFamilyError: a model reports no attention probabilities.
+    """
+    reported = []
+    for each in (original, model):
+        with evaluation_mode(each), reporting_attention(each):
+            reported.append(attention_of(each, rows.to(each.device)))
+    found = []
+    for wanted, given in zip(*reported, strict=True):
+        least = torch.finfo(given.dtype).smallest_normal
+        ratio = wanted.clamp(min=least).log() - given.clamp(min=least).log()
+        found.append((wanted * ratio).sum(-1).mean((0, 2)).tolist())
+    return found
 
 
 def mean_scores(model: PreTrainedModel, rows: Tensor, visible: Tensor, batch_size: int) -> list[Tensor]:
@@ -98,20 +132,41 @@ def fit(encoding: Encoding, target: Tensor, geometry: Geometry, visible: Tensor)
     twin = copy.deepcopy(encoding).double()  # least squares in the precision of the target
     parameters = list(twin.parameters())
     search = torch.optim.LBFGS(parameters, max_iter=_EVALUATIONS, history_size=20, line_search_fn="strong_wolfe")
+    by_distance = encoding.overrides("distance_bias")
+    missed = _missed_by_distance(twin, target, visible) if by_distance else _missed(twin, target, geometry, visible)
 
-    def missed() -> Tensor:
+    def closure() -> Tensor:
         search.zero_grad()
-        loss = (_centred_bias(twin, geometry, visible) - target).square().sum((1, 2)).mean() / len(target)
+        loss = missed() / len(target)
         loss.backward()
         return loss
 
     with torch.enable_grad():
-        search.step(missed)
+        search.step(closure)
     with torch.no_grad():
         for own, found in zip(encoding.parameters(), parameters, strict=True):
             own.copy_(found)
         if isinstance(encoding, AlibiEncoding):
             torch.as_tensor(encoding.slopes).clamp_(min=0)  # one that grows with the distance has no end
+
+
+def _missed(encoding: Encoding, target: Tensor, geometry: Geometry, visible: Tensor) -> Callable[[], Tensor]:
+    """Return what computes the squared error of a bias, summed over pairs and averaged over heads."""
+    return lambda: (_centred_bias(encoding, geometry, visible) - target).square().sum((1, 2)).mean()
+
+
+def _missed_by_distance(encoding: Encoding, target: Tensor, visible: Tensor) -> Callable[[], Tensor]:
+    """Return the same for a bias that knows the distance alone, by its numbers for n distances in place of n x n."""
+    distances = Distances(visible)
+    sums, whole = distances.sums(target), target.square().sum((1, 2))
+
+    def missed() -> Tensor:
+        bias = encoding.distance_bias(distances.values.double())
+        if bias is None:
+            return whole.mean()
+        return ((bias @ distances.gram * bias).sum(-1) - 2 * (bias * sums).sum(-1) + whole).mean()
+
+    return missed
 
 
 def _centred_bias(encoding: Encoding, geometry: Geometry, visible: Tensor) -> Tensor:

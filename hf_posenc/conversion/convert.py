@@ -148,7 +148,8 @@ def _checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Reci
 def _split(rows: PackedDataset, held: PackedDataset | None) -> tuple[Any, Any]:
     """Return the datasets to train on and to measure on."""
     if held is not None:
-        return rows.dataset, held.dataset.select(range(min(HELD_OUT_ROWS, len(held.dataset))))
+        every = max(1, len(held.dataset) // HELD_OUT_ROWS)  # rows lie in the order of the texts: take some of each
+        return rows.dataset, held.dataset.select(range(0, len(held.dataset), every)[:HELD_OUT_ROWS])
     kept = min(HELD_OUT_ROWS, len(rows.dataset) // 5)
     if kept < 1:
         raise DataError(f"{len(rows.dataset)} rows of text are too few to hold some out; give more, or held_out texts.")

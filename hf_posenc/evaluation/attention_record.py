@@ -150,7 +150,7 @@ class _Totals:
         """Return what the sums say."""
         pairs = int(self.visible.sum())
         even, odd = self.halves / (self.rows / 2)  # (h, n, n) each
-        distances = _Distances(self.visible)
+        distances = Distances(self.visible)
         profile = distances.fit((even + odd) / 2)
         explained = (distances.fit(even) * distances.sums(odd)).sum(-1)
         return LayerEffect(
@@ -162,11 +162,18 @@ class _Totals:
         )
 
 
-class _Distances:
+class Distances:
     """Least squares of centred scores on the distance, every row with a constant of its own, as softmax has it.
 
     With D the indicators of distances over the visible pairs and D' the same less the mean of their row, the best
     profile is (D'^T D')^+ D^T s, and the sum of squares it explains is s^T D (D'^T D')^+ D^T s.
+
+    Args:
+        visible: (n, n) bool, the pairs that count.
+
+    Attributes:
+        values: (m,) int64, query minus key position, ascending.
+        gram: (m, m) float64, D'^T D'.
     """
 
     def __init__(self, visible: Tensor) -> None:
@@ -178,8 +185,8 @@ class _Distances:
         self._columns, self._kept = columns.flatten(), met.any(0)
         self.values = (torch.arange(2 * size - 1, device=visible.device) - size + 1)[self._kept]
         met = met[:, self._kept]
-        gram = torch.diag(met.sum(0)) - met.T @ (met / met.sum(1, keepdim=True).clamp(min=1))
-        self._inverse = torch.linalg.pinv(gram, hermitian=True)  # (m, m)
+        self.gram = torch.diag(met.sum(0)) - met.T @ (met / met.sum(1, keepdim=True).clamp(min=1))
+        self._inverse = torch.linalg.pinv(self.gram, hermitian=True)  # (m, m)
 
     def sums(self, scores: Tensor) -> Tensor:
         """Return sums over the pairs at each distance: (h, n, n) -> (h, m)."""
