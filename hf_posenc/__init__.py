@@ -5,6 +5,7 @@ from pathlib import Path as _Path
 from hf_posenc.config import Encoding, EncodingConfig, build, encoding, register_encoding
 from hf_posenc.config import encodings as _encodings
 from hf_posenc.conversion.convert import convert
+from hf_posenc.conversion.defaults import recipe_for
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.encodings.alibi import Alibi
 from hf_posenc.encodings.learned import Learned
@@ -72,6 +73,7 @@ __all__ = [
     "perplexity_by_length",
     "perplexity_by_position",
     "plan",
+    "recipe_for",
     "register_encoding",
     "register_family",
     "retrieval_by_length",

@@ -1,6 +1,7 @@
 """Measure what the stages of a conversion bring: `python scripts/study.py --percents 0.5 1 2 --seeds 0`.
 
-Runs that are done are kept; the same command goes on where it was stopped.
+Runs that are done are kept; the same command goes on where it was stopped. Without runs to do, as with `--percents`
+and nothing behind it, it writes the report again.
 """
 
 from __future__ import annotations
@@ -8,22 +9,25 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_posenc.conversion.study import ORIGINAL, RUNGS, TARGETS, cells, study
+from hf_posenc.conversion.recipe import Recipe
+from hf_posenc.conversion.study import RUNGS, TARGETS, cells, study
 from hf_posenc.errors import PosencError
 
 
 def main() -> int:
-    """Parse, run, print where the summary lies; return the exit status."""
+    """Parse, run, print where the report lies; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    targets = [name for name in TARGETS if name != ORIGINAL]
+    rates = [Recipe.learning_rate]
     parser.add_argument("--output", default="model_cards/study", help="Folder of the study, new or begun.")
-    parser.add_argument("--targets", nargs="+", choices=targets, default=targets, help="Encodings to convert to.")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="Encodings.")
     parser.add_argument("--rungs", nargs="+", choices=list(RUNGS), default=list(RUNGS), help="Sets of stages.")
-    parser.add_argument("--percents", nargs="+", type=float, default=[0.5, 1, 2, 5, 10], help="Of pretraining tokens.")
+    parser.add_argument("--percents", nargs="*", type=float, default=[0.5, 1, 2, 5, 10], help="Of pretraining tokens.")
+    parser.add_argument("--learning_rates", nargs="+", type=float, default=rates, help="The best one is reported.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Order of rows.")
-    options = parser.parse_args()
+    asked = parser.parse_args()
+    todo = cells(asked.targets, asked.rungs, asked.percents, asked.learning_rates, asked.seeds)
     try:
-        print(study(options.output, list(cells(options.targets, options.rungs, options.percents, options.seeds))))
+        print(study(asked.output, list(todo)))
     except PosencError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

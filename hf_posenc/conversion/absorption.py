@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.family import find_family
 from hf_posenc.length import table_rows, table_start
+from hf_posenc.planning import PatchPlan
 
 
 def position_rows(model: PreTrainedModel) -> Tensor | None:
@@ -34,6 +35,11 @@ def position_rows(model: PreTrainedModel) -> Tensor | None:
     if scaled or rows.shape[1] != words.weight.shape[1]:
         return None
     return rows.detach().clone()
+
+
+def can_absorb(model: PreTrainedModel, plan: PatchPlan) -> bool:
+    """Tell whether an unpatched model adds a table to its token embedding that the planned patch takes away."""
+    return not plan.keeps and position_rows(model) is not None
 
 
 def absorb(model: PreTrainedModel, constant: Tensor) -> None:

@@ -25,6 +25,8 @@ from hf_posenc.positions import Geometry, Positions
 
 ROUNDS = 2
 """What a layer hears of positions changes when the layers below it get theirs, so the fit is made more than once."""
+HEAD_ROWS = 8
+"""Rows on which the attention of heads is compared."""
 _EVALUATIONS = 200
 _LEAST = 1e-300
 
@@ -73,7 +75,7 @@ def calibrate(
     size = rows.shape[1]
     visible = torch.ones(size, size, dtype=torch.bool, device=model.device)
     visible = visible.tril() if geometry.causal else visible
-    before = attention_divergence(model, original, rows[:batch_size])
+    before = attention_divergence(model, original, rows[:HEAD_ROWS])
     with evaluation_mode(model), evaluation_mode(original):
         goal = mean_scores(original, rows, visible, batch_size)
         for _ in range(ROUNDS):
@@ -91,7 +93,7 @@ def calibrate(
         lost=[whole.tolist() for whole in lost],
         toeplitz_r2=[(part / whole.clamp(min=_LEAST)).tolist() for part, whole in zip(best, lost, strict=True)],
         explained=[(1 - rest / whole.clamp(min=_LEAST)).tolist() for rest, whole in zip(left, lost, strict=True)],
-        divergence={"before": before, "after": attention_divergence(model, original, rows[:batch_size])},
+        divergence={"before": before, "after": attention_divergence(model, original, rows[:HEAD_ROWS])},
     )
 
 

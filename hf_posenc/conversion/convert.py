@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
+from hf_posenc.conversion.absorption import can_absorb
 from hf_posenc.conversion.batches import Batches, Texts, packed_rows
+from hf_posenc.conversion.calibration import can_calibrate
+from hf_posenc.conversion.defaults import recipe_for
 from hf_posenc.conversion.layerwise import layer_paths
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.data import PackedDataset
@@ -74,7 +77,7 @@ def convert(
         model: a causal or masked language model of one stack, not patched.
         encoding: the encoding to put in.
         documents: training texts, or lists of token ids.
-        recipe: the stages; None takes `Recipe()`.
+        recipe: the stages; None takes `recipe_for(model, encoding)`.
         tokenizer: of the model; needed for texts, and for the mask token of a masked model.
         held_out: texts of the same kind on which stages are measured; None takes the last rows of `documents`, which
             are then not trained on.
@@ -95,7 +98,7 @@ def convert(
     from hf_posenc.conversion.run_folder import require_free
     from hf_posenc.conversion.stages import Stages
 
-    recipe = recipe or Recipe()
+    recipe = recipe_for(model, encoding) if recipe is None else recipe
     plan = _checked_plan(model, encoding, recipe)
     length = length or plan.geometry.max_position_embeddings
     rows = packed_rows(documents, tokenizer, model, length=length, seed=seed)
@@ -142,6 +145,12 @@ def _checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Reci
         raise ConfigError(f"{type(model).__name__} has no language-modelling head, and so no loss to bring back.")
     if recipe.layerwise is not None:
         layer_paths(plan.attention)
+    if recipe.absorb is not None and not can_absorb(model, plan):
+        raise ConfigError(f"{type(model).__name__} loses no table of positions with a mean to keep; leave absorb out.")
+    if recipe.calibrate is not None and not can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention))):
+        raise ConfigError(
+            f"{type(plan.config).__name__} has nothing that could be fitted to scores; leave calibrate out."
+        )
     return plan
 
 

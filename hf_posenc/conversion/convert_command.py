@@ -1,6 +1,7 @@
 """Convert a language model to another position encoding, and bring its quality back with few tokens.
 
-A recipe is a YAML file of the fields of `posenc.Recipe`: `tokens: 250000`, `distill: {weight: 0.9}`, `anneal: null`.
+A recipe is a YAML file of those fields of `posenc.Recipe` that are to differ from what is recommended for the model and
+the encoding: `tokens: 250000`, `distill: {weight: 0.9}`, `calibrate: null`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 
 from hf_posenc.config import encoding
 from hf_posenc.conversion.convert import Conversion, convert
+from hf_posenc.conversion.defaults import recipe_for
 from hf_posenc.conversion.finetune_config import read_mapping
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.data import EMBEDDED, HELD_OUT, load_documents
@@ -32,7 +34,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--encoding_options", default="{}", help="Its fields as YAML, e.g. '{per_layer: true}'.")
     parser.add_argument("--output_dir", required=True, help="Run folder to create.")
     parser.add_argument("--documents", default=EMBEDDED, help='"embedded", a file, folder or glob, or a Hub dataset.')
-    parser.add_argument("--recipe", help="YAML file with fields of the recipe; the others keep their defaults.")
+    parser.add_argument("--recipe", help="YAML file with fields of the recipe; the others are as recommended.")
     parser.add_argument("--tokens", type=int, help="Training budget in tokens, in place of the recipe's.")
     parser.add_argument("--length", type=int, help="Tokens a row; the length the model was trained for by default.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of document order and of all that is drawn.")
@@ -44,7 +46,8 @@ def run(options: argparse.Namespace) -> Conversion:
     """Load, convert and write; raises PosencError where that cannot be done."""
     config = encoding(options.encoding, **_options(options.encoding_options))
     fields = {} if options.recipe is None else read_mapping(Path(options.recipe))
-    recipe = Recipe.from_dict(fields | ({} if options.tokens is None else {"tokens": options.tokens}))
+    fields |= {} if options.tokens is None else {"tokens": options.tokens}
+    Recipe.from_dict(fields)  # what is wrong with it is said before anything is loaded
     texts = [document.text for document in load_documents(options.documents)]
     apart = load_documents(EMBEDDED, split=HELD_OUT) if options.documents == EMBEDDED else None
     try:
@@ -56,7 +59,7 @@ def run(options: argparse.Namespace) -> Conversion:
         model.to(launched().device),
         config,
         texts,
-        recipe,
+        recipe_for(model, config, **fields),
         tokenizer=tokenizer,
         held_out=None if apart is None else [document.text for document in apart],
         length=options.length,

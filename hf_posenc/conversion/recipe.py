@@ -1,6 +1,6 @@
 """What a conversion does, stage by stage: frozen, versioned, and the same from Python and from YAML.
 
-A stage that is None is off. The defaults are those of the runs in model_cards/study.
+A stage that is None is off, and all are off unless the recipe names them: `defaults.recipe_for` names those that help.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class Recipe(Stage):
     encoding_factor: float = 10.0
     attention_factor: float = 1.0
     lora_rank: int = 0
-    absorb: Absorb | None = Absorb()
-    calibrate: Calibrate | None = Calibrate()
+    absorb: Absorb | None = None
+    calibrate: Calibrate | None = None
     anneal: Anneal | None = None
     layerwise: Layerwise | None = None
-    distill: Distill | None = Distill()
+    distill: Distill | None = None
     reach: Reach | None = None
     version: int = VERSION
 

@@ -21,7 +21,7 @@ from hf_posenc.conversion.absorption import absorb, position_rows
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
 from hf_posenc.conversion.annealing import Fade, Rows, annealed
 from hf_posenc.conversion.batches import Batches
-from hf_posenc.conversion.calibration import calibrate, can_calibrate
+from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, calibrate
 from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
 from hf_posenc.conversion.layerwise import layer_paths, stream_positions
 from hf_posenc.conversion.recipe import Recipe
@@ -60,6 +60,7 @@ class Stages:
     calibration: dict[str, Any] | None = None
     training: dict[str, Any] = field(default_factory=dict)
     original: PreTrainedModel | None = field(default=None, init=False)
+    fitted_on: Tensor | None = field(default=None, init=False)  # rows that the encoding was calibrated on
     rows: Tensor | None = field(default=None, init=False)  # what the original adds at every position, less what stays
     old: Encoding | None = field(default=None, init=False)
 
@@ -107,11 +108,10 @@ class Stages:
                 self.old = Rows(rows - constant)
             self.rows = rows - constant
             after = self._note("absorb", after)
-        if recipe.calibrate is not None and can_calibrate(self.encoding):
-            some = torch.tensor(self.train[: recipe.calibrate.rows]["input_ids"])
-            found = calibrate(model, original, some, self.plan.geometry)
-            self.calibration = asdict(found)
-            self._note("calibrate", after, tokens=some.numel())
+        if recipe.calibrate is not None:
+            self.fitted_on = torch.tensor(self.train[: recipe.calibrate.rows]["input_ids"])
+            self.calibration = asdict(calibrate(model, original, self.fitted_on, self.plan.geometry))
+            self._note("calibrate", after, tokens=self.fitted_on.numel())
 
     def _old_positions(self, rows: Tensor | None) -> Encoding:
         """Return what the unpatched model has, as an encoding that can fade."""
@@ -163,6 +163,7 @@ class Stages:
         if self.recipe.lora_rank:
             self.model = save_and_merge(trained, folder / ADAPTER if folder and first else None)
         self._note_training(trainer.state.log_history, before)
+        self._note_heads()
         self.training |= {
             "device": str(trainer.args.device),
             "processes": trainer.args.world_size,
@@ -222,6 +223,12 @@ class Stages:
         after = self.loss()
         self.record.append({"stage": stage, "before": before, "after": after, "tokens": tokens})
         return after
+
+    def _note_heads(self) -> None:
+        """Add to the record of the calibration how far the attention of every head is from the original's by now."""
+        if self.calibration is not None and self.fitted_on is not None and self.original is not None:
+            found = attention_divergence(self.model, self.original, self.fitted_on[:HEAD_ROWS])
+            self.calibration["divergence"]["trained"] = found
 
     def _note_training(self, log: list[dict[str, Any]], before: float) -> None:
         """Cut the training into its stages, at the held-out losses that were noted on the way."""

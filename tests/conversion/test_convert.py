@@ -18,7 +18,7 @@ from hf_posenc.conversion.annealing import Fade, Rows, annealed
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
-from hf_posenc.conversion.recipe import Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
+from hf_posenc.conversion.recipe import Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
 from hf_posenc.conversion.stages import original_of
 from hf_posenc.errors import ConfigError, DataError, OutputExistsError, TrainingError, UnsupportedFamilyError
 
@@ -125,12 +125,16 @@ def test_layers_that_share_one_are_refused() -> None:
 
 
 def quick(**fields: Any) -> Recipe:
-    defaults = {"tokens": 6 * 4 * LENGTH, "batch_size": 4, "learning_rate": 1e-2, "calibrate": Calibrate(rows=4)}
-    return Recipe(**(defaults | fields))  # type: ignore[arg-type]
+    """Return a recipe of few steps, without calibration."""
+    defaults = {"tokens": 6 * 4 * LENGTH, "batch_size": 4, "learning_rate": 1e-2}
+    return Recipe(**(defaults | {"absorb": Absorb(), "distill": Distill()} | fields))  # type: ignore[arg-type]
+
+
+CALIBRATED = {"calibrate": Calibrate(rows=4)}
 
 
 def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
-    recipe = quick(anneal=Anneal(share=0.5), layerwise=Layerwise(share=0.3))
+    recipe = quick(anneal=Anneal(share=0.5), layerwise=Layerwise(share=0.3), **CALIBRATED)
     done = convert(gpt2(), KERPLE, texts(), recipe, output_dir=tmp_path / "run")
     stages = done.record["stages"]
     assert [stage["stage"] for stage in stages] == ["replace", "absorb", "calibrate", "layerwise", "anneal", "distill"]
@@ -144,14 +148,14 @@ def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
 
 def test_training_helps() -> None:
     lesson = [[1 + (start + 3 * step) % 7 for step in range(LENGTH - 1)] for start in range(7)] * 8
-    stages = convert(gpt2(), KERPLE, lesson, quick(tokens=12 * 64, distill=None)).record["stages"]
+    stages = convert(gpt2(), KERPLE, lesson, quick(tokens=12 * 64, distill=None, **CALIBRATED)).record["stages"]
     assert stages[-1]["after"] < stages[-1]["before"] - 0.5
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "anneal and layerwise": {"anneal": Anneal(share=0.5), "layerwise": Layerwise(share=0.5)},
+    "anneal and layerwise": {"anneal": Anneal(share=0.5), "layerwise": Layerwise(share=0.5)} | CALIBRATED,
     "reach": {"reach": Reach(factor=2.0)},
-    "LoRA": {"lora_rank": 2},
+    "LoRA": {"lora_rank": 2} | CALIBRATED,
 }
 
 
@@ -187,11 +191,11 @@ def test_rotary_sources_and_encoders_take_the_same_road() -> None:
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 32, "max_position_embeddings": LENGTH}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=0))
-    done = convert(llama, posenc.NoPE(), texts(), quick(anneal=Anneal(share=0.5)))
+    done = convert(llama, posenc.NoPE(), texts(), quick(absorb=None, anneal=Anneal(share=0.5)))
     assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "anneal", "distill"]
     bert = BertForMaskedLM(BertConfig(**sizes, pad_token_id=0))
     bert.config.sep_token_id = 0
-    done = convert(bert, posenc.encoding("t5"), texts(), quick(), tokenizer=_Masks())
+    done = convert(bert, posenc.encoding("t5"), texts(), quick(**CALIBRATED), tokenizer=_Masks())
     assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "absorb", "calibrate", "distill"]
 
 
@@ -206,13 +210,14 @@ class _Masks:
         ({"documents": ["text"]}, DataError, "give the tokenizer"),
         ({"documents": [[WORDS + 1] * 40]}, DataError, "another vocabulary"),
         ({"documents": texts(2)}, DataError, "too few"),
+        ({"recipe": quick(**CALIBRATED)}, ConfigError, "nothing that could be fitted"),
         ({"recipe": quick(tokens=10)}, ConfigError, "less than one step"),
         ({"recipe": quick(batch_size=64, tokens=10**6)}, ConfigError, "fewer than a step takes"),
         ({"recipe": {"tokens": 1}}, ConfigError, "expected a Recipe"),
     ],
 )
 def test_bad_input_gets_one_clear_line(given: dict[str, Any], error: type[Exception], said: str) -> None:
-    asked: dict[str, Any] = {"documents": texts(), "recipe": quick(calibrate=None)} | given
+    asked: dict[str, Any] = {"documents": texts(), "recipe": quick()} | given
     with pytest.raises(error, match=said) as caught:
         convert(gpt2(), posenc.NoPE(), asked["documents"], asked["recipe"])
     assert "\n" not in str(caught.value)

@@ -15,12 +15,13 @@ from hf_posenc.errors import ConfigError
 def test_a_recipe_reads_back_from_json() -> None:
     recipe = Recipe(tokens=5, anneal=Anneal(share=0.25), distill=None, **{"absorb": None})
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-    assert Recipe.from_dict({"distill": {"weight": 0.9}}) == Recipe(distill=Distill(weight=0.9))
+    assert Recipe.from_dict({"distill": {"weight": 0.5}}) == Recipe(distill=Distill(weight=0.5))
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage_can_be_off(name: str) -> None:
-    assert getattr(Recipe.from_dict({name: None}), name) is None
+def test_every_stage_is_off_until_it_is_named(name: str) -> None:
+    assert getattr(Recipe(), name) is None
+    assert getattr(Recipe.from_dict({name: {}}), name) == STAGES[name]()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""The page of the study: its summary as tables, and in words only what the numbers beside them carry."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ORIGINAL, NAIVE, ABSORBED, START = "original", "naive", "absorb", "start"
+HALF = 0.5
+Row = dict[str, Any]
+
+_HEAD = """# What brings quality back after a conversion
+
+Made by `python scripts/study.py` from the results in [runs](runs); do not edit. The bundled tiny GPT-2 (1.07 M
+parameters, trained at {length} tokens on 12.3 M) is converted with a share of these tokens, on one CPU thread.
+Perplexity is of 64 held-out rows of {length} tokens, spread over all held-out texts, and **ratio** is over the original
+trained on just as many tokens at the learning rate that suits it best. Every run counts at its best learning rate too;
+these were chosen on the same rows. `start` is what comes before training: the mean of the table absorbed and, for ALiBi
+(slopes trained), KERPLE and T5 (a bias for every layer), the bias calibrated. All rates and runs:
+[summary.json](summary.json).
+
+![Recovery against tokens](recovery.png)
+"""
+
+
+def page_of(summary: dict[str, Any]) -> str:
+    """Return the page, in Markdown, of what `study_report.write_report` has summarised."""
+    rows = [row for row in summary["runs"] if row["best"]]
+    parts = [_HEAD.format(length=summary["length"]), _references(rows), _starts(rows)]
+    parts += [_budget(rows, percent) for percent in sorted({row["percent"] for row in rows}, reverse=True)]
+    parts += [_frugality(rows), _lengths(rows), _heads(summary["heads"])]
+    return "\n".join(part for part in parts if part)
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table whose first column is text and whose others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
+
+
+def seed_spread(rows: Iterable[Row]) -> float | None:
+    """Return the largest spread over seeds, as a share of perplexity, of rows with several; None without any."""
+    return max((row["spread"] for row in rows if row["seeds"] > 1), default=None)
+
+
+def _references(rows: Sequence[Row]) -> str:
+    originals = [row for row in rows if row["target"] == ORIGINAL]
+    if not originals:
+        return ""
+    lines = [
+        (f"{r['percent']:g} %", f"{r['learning_rate']:g}", _ppl(r["end"]), f"{r['of_original']:.3f}") for r in originals
+    ]
+    header = ("tokens", "best learning rate", "perplexity", "over untrained")
+    return f"## The original, trained on as many tokens\n\n{table(header, lines)}"
+
+
+def _starts(rows: Sequence[Row]) -> str:
+    """Return what calibration and absorption do before any training, as distances from the original in nats."""
+    lines, halved = [], []
+    for target in _targets(rows):
+        own = [row for row in rows if row["target"] == target]
+        started = next((row for row in own if row["rung"].startswith(START)), None)
+        absorbed = next((row for row in own if row["rung"] == ABSORBED), None)
+        if started is None:
+            continue
+        zeroed = started["replaced"] - started["untrained"]
+        shares = [None if row is None else (row["start"] - row["untrained"]) / zeroed for row in (absorbed, started)]
+        lines.append((target, f"{zeroed:.3f}", *("" if share is None else f"{share:.2f}" for share in shares)))
+        halved += [target] if shares[1] is not None and shares[1] <= HALF else []
+    if not lines:
+        return ""
+    header = ("target", "replaced, nats from the original", "absorbed, share of it left", "absorbed and calibrated")
+    said = f"At most half is left for {len(halved)} of {len(lines)} targets{_listed(halved)}."
+    return f"## Before training\n\n{table(header, lines)}\n{said}\n"
+
+
+def _budget(rows: Sequence[Row], percent: float) -> str:
+    """Return the ratios of one budget, and what each stage changed where several targets have it."""
+    own = [row for row in rows if row["percent"] == percent and row["target"] != ORIGINAL]
+    targets, rungs = _targets(own), list(dict.fromkeys(row["rung"] for row in own))
+    if not own or any(row["ratio"] is None for row in own):
+        return ""
+    found = {(row["target"], row["rung"]): row for row in own}
+    lines = [(rung, *(_cell(found.get((target, rung))) for target in targets)) for rung in rungs]
+    spread = seed_spread(own)
+    said = (
+        "One seed each: small differences mean nothing."
+        if spread is None
+        else f"A cell with more than one seed says how many; the largest spread over seeds is {spread:.1%}, and "
+        "smaller differences are called none."
+    )
+    title = f"## {percent:g} % of the tokens: perplexity over that of the original trained alike"
+    return f"{title}\n\n{table(('stages', *targets), lines)}\n{said}\n{_effects(found, spread)}"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ratio']:.3f}" + (f" ({row['seeds']} seeds ± {row['spread'] / 2:.3f})" if row["seeds"] > 1 else "")
+
+
+def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
+    """Return one sentence for every set of stages, against the one that has a stage less."""
+    pairs = (
+        *((NAIVE, ABSORBED), (ABSORBED, START), (START, "start+anneal"), (START, "start+layerwise")),
+        *((START, "start+distill"), ("start+distill", "start+layerwise+distill")),
+    )
+    lines = []
+    for less, more in pairs:
+        targets = [target for target, rung in found if rung == more and (target, less) in found]
+        changes = {target: found[target, more]["ratio"] / found[target, less]["ratio"] - 1 for target in targets}
+        if changes:
+            each = ", ".join(f"{target} {_change(change, spread)}" for target, change in changes.items())
+            lines.append(f"- `{more}` against `{less}`: {each}.")
+    return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _change(change: float, spread: float | None) -> str:
+    small = spread is not None and abs(change) <= spread
+    return "no difference" if small else f"{change:+.1%}"
+
+
+def _frugality(rows: Sequence[Row]) -> str:
+    """Return what the best stages reach at a small budget beside the naive road at a larger one."""
+    own = [row for row in rows if row["target"] != ORIGINAL]
+    largest = max((row["percent"] for row in own if row["rung"] == NAIVE), default=0)
+    lines, ahead = [], []
+    for target in _targets(own):
+        naive = [row for row in own if _is(row, target, largest) and row["rung"] == NAIVE]
+        less = sorted({row["percent"] for row in own if row["target"] == target and row["percent"] < largest})
+        if not naive or not less:
+            continue
+        best = [min((row for row in own if _is(row, target, p)), key=lambda row: row["end"]) for p in less]
+        enough = next((row for row in best if row["end"] < naive[0]["end"]), None)
+        shown = enough or best[-1]
+        numbers = (_ppl(naive[0]["end"]), f"{shown['percent']:g} %", shown["rung"], _ppl(shown["end"]))
+        lines.append((target, *numbers, "yes" if enough else "no"))
+        ahead += [target] if enough else []
+    if not lines:
+        return ""
+    header = ("target", f"naive, {largest:g} %", "best of", "stages", "perplexity", "lower")
+    said = f"Fewer tokens are better than {largest:g} % spent naively for {len(ahead)} of {len(lines)}{_listed(ahead)}."
+    return f"## Against the naive road with more tokens\n\n{table(header, lines)}\n{said}\n"
+
+
+def _is(row: Row, target: str, percent: float) -> bool:
+    return bool(row["target"] == target and row["percent"] == percent)
+
+
+def _lengths(rows: Sequence[Row]) -> str:
+    """Return perplexity past the trained length over that at it, of the best stages at every budget."""
+    own = [row for row in rows if any(name.startswith("nonoverlapping") for name in row)]
+    columns = [name for name in (own[0] if own else {}) if name.startswith(("nonoverlapping", "sliding"))]
+    lines = []
+    for target in _targets(own):
+        best = min((row for row in own if row["target"] == target), key=lambda row: row["end"])
+        numbers = [f"{best[name]:.3f}" if name in best else "" for name in columns]
+        lines.append((target, f"{best['rung']}, {best['percent']:g} %", *numbers))
+    header = ("target", "run", *(name.replace("_", " ") for name in columns))
+    said = (
+        "Non-overlapping windows give a longer window more context, which alone makes it better; sliding ones advance "
+        "by half their length.\n"
+    )
+    return f"## Past the trained length: perplexity over that at it\n\n{table(header, lines)}\n{said}" if lines else ""
+
+
+def _heads(heads: Sequence[Row]) -> str:
+    """Return whether what distance explains of a head foretells how well the head comes back."""
+    lines = []
+    for target in _targets(heads):
+        own = [row for row in heads if row["target"] == target]
+        means = [statistics.fmean(row[name] for row in own) for name in ("calibrated", "trained")]
+        lines.append((target, str(len(own)), *(f"{mean:+.2f}" for mean in means)))
+    if not lines:
+        return ""
+    header = ("target", "runs", "share calibrated back", "share back after training")
+    said = (
+        "Toeplitz R2 of a head: what share of the scores that it lost, averaged over rows, distance explains. Coming "
+        "back is the share of its attention's divergence from the original's that is gone. Rank correlations over all "
+        "heads:\n"
+    )
+    return f"## Which heads come back\n\n{said}\n{table(header, lines)}"
+
+
+def _targets(rows: Iterable[Row]) -> list[str]:
+    return [target for target in dict.fromkeys(str(row["target"]) for row in rows) if target != ORIGINAL]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f": {', '.join(names)}" if names else ""
+
+
+def _ppl(nats: float) -> str:
+    return f"{math.exp(nats):.2f}"

@@ -1,0 +1,153 @@
+"""The report of the study: `summary.json`, `recovery.png` and `README.md`, made from the results of the runs alone.
+
+A run with several learning rates counts at the best of them by held-out loss, and so does the original that was trained
+on the same tokens. Nothing is called a difference that is not larger than the spread over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from hf_posenc.conversion.study_page import ORIGINAL, page_of
+
+LENGTH = 128
+LENGTHS = tuple(LENGTH * 2**step for step in range(5))
+SLIDING = (LENGTH, 8 * LENGTH)
+RESULT, SUMMARY, PLOT, README = "result.json", "summary.json", "recovery.png", "README.md"
+Row = dict[str, Any]
+
+
+def write_report(folder: Path) -> Path:
+    """Write the report on all runs that are done; return the path of its page."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"runs/*/{RESULT}"))]
+    rows = summarize(runs)
+    summary = {"length": LENGTH, "runs": rows, "heads": head_recovery(runs)}
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    plot(rows, folder / PLOT)
+    page = folder / README
+    page.write_text(page_of(summary), encoding="utf-8")
+    return page
+
+
+def summarize(runs: Iterable[Row]) -> list[Row]:
+    """Return a row for every target, set of stages, budget and learning rate, averaged over seeds.
+
+    Losses are in nats a token. `ratio` is perplexity over that of the original trained on as many tokens, at its best
+    learning rate, None where no such run is done; `of_original` over that of the original as it is; `spread` is the
+    ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other learning rate came lower.
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for run in runs:
+        key = (run["percent"], run["target"], run["rung"], run["learning_rate"])
+        groups.setdefault(key, []).append(_measured(run))
+    rows = [
+        {**dict(zip(("percent", "target", "rung", "learning_rate"), key, strict=True)), **_mean(group)}
+        for key, group in sorted(groups.items())
+    ]
+    for row in rows:
+        alike = [other["end"] for other in rows if _same(other, row, "percent", "target", "rung")]
+        row["best"] = row["end"] == min(alike)
+        trained = [o["end"] for o in rows if o["target"] == ORIGINAL and o["percent"] == row["percent"]]
+        row["ratio"] = math.exp(row["end"] - min(trained)) if trained else None
+        lost = row["replaced"] - min(trained, default=row["untrained"])
+        row["recovery"] = (row["replaced"] - row["end"]) / lost if lost > 0 else None
+    return rows
+
+
+def _measured(run: Row) -> Row:
+    stages = {stage["stage"]: stage["after"] for stage in run["stages"]}
+    untrained, replaced = run["stages"][0]["before"], stages["replace"]
+    start = stages.get("calibrate", stages.get("absorb", replaced))
+    end = run["stages"][-1]["after"]
+    found = {"untrained": untrained, "replaced": replaced, "start": start, "end": end, "seconds": run["seconds"]}
+    found["of_original"] = math.exp(end - untrained)
+    for protocol in ("nonoverlapping", "sliding"):
+        curve = run.get(protocol, {})
+        for length in curve:
+            if int(length) > LENGTH:
+                found[f"{protocol}_{int(length) // LENGTH}x"] = curve[length] / curve[str(LENGTH)]
+    return found
+
+
+def _mean(group: Sequence[Row]) -> Row:
+    ends = [row["end"] for row in group]
+    mean = {name: statistics.fmean(row[name] for row in group if name in row) for name in group[0]}
+    return {**mean, "seeds": len(group), "spread": math.exp(max(ends) - min(ends)) - 1}
+
+
+def _same(one: Row, other: Row, *names: str) -> bool:
+    return all(one[name] == other[name] for name in names)
+
+
+def head_recovery(runs: Iterable[Row]) -> list[Row]:
+    """Return, for every calibrated run, how what distance explains of a head goes with how well the head came back.
+
+    `calibrated` and `trained` are rank correlations over all heads between the Toeplitz R2 of the scores that were lost
+    and the share of the divergence of attention from the original's that the fit, and fit and training, took away.
+    """
+    found = []
+    for run in runs:
+        calibration = run.get("calibration")
+        if calibration is None or "trained" not in calibration["divergence"]:
+            continue
+        r2 = _flat(calibration["toeplitz_r2"])
+        divergence = {name: _flat(values) for name, values in calibration["divergence"].items()}
+        row = {name: run[name] for name in ("percent", "target", "rung", "learning_rate", "seed")}
+        for name, moment in (("calibrated", "after"), ("trained", "trained")):
+            gained = [1 - now / then for now, then in zip(divergence[moment], divergence["before"], strict=True)]
+            row[name] = rank_correlation(r2, gained)
+        found.append(row)
+    return found
+
+
+def _flat(values: Sequence[Sequence[float]]) -> list[float]:
+    return [value for layer in values for value in layer]
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Spearman's rank correlation of two lists without ties, of at least two values."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [float(order.index(place)) for place in range(len(values))]
+
+    return statistics.correlation(ranks(one), ranks(other))
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw recovery against the share of tokens, one panel a target and one line a set of stages."""
+    shown = [row for row in rows if row["target"] != ORIGINAL and row["best"] and row["recovery"] is not None]
+    targets, rungs = _names(shown, "target") or [""], _names(shown, "rung")
+    figure = Figure(figsize=(3.2 * len(targets), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
+    for panel, target in zip(panels, targets, strict=True):
+        for rung, color in zip(rungs, (f"C{number}" for number in range(len(rungs))), strict=True):
+            line = [row for row in shown if row["target"] == target and row["rung"] == rung]
+            if line:
+                x, y = [row["percent"] for row in line], [row["recovery"] for row in line]
+                panel.plot(x, y, marker=".", label=rung, color=color)
+        panel.axhline(1, color="grey", linewidth=0.8)
+        panel.set(title=target, xlabel="tokens, % of pretraining", xscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].set(ylabel="recovery, 1: the original trained alike")
+    if shown:
+        figure.legend(*_handles(panels), loc="outside lower center", ncols=len(rungs), fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def _handles(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    found = {
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    return list(found.values()), list(found)
+
+
+def _names(rows: Iterable[Row], field: str) -> list[str]:
+    return list(dict.fromkeys(str(row[field]) for row in rows))
