@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.absorption import can_absorb
 from hf_posenc.conversion.batches import Batches, Texts, packed_rows
-from hf_posenc.conversion.calibration import can_calibrate
-from hf_posenc.conversion.defaults import recipe_for
+from hf_posenc.conversion.defaults import calibrates, recipe_for
 from hf_posenc.conversion.layerwise import layer_paths
 from hf_posenc.conversion.recipe import Recipe
+from hf_posenc.conversion.rotation_choice import rotations
 from hf_posenc.data import PackedDataset
 from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation.sharing import launched
@@ -110,9 +110,18 @@ def convert(
         require_free(folder, told, resume=resume)
     set_seed(seed)
     batches = _batches(plan, tokenizer, recipe, length, seed)
-    stages = Stages(model=model, plan=plan, recipe=recipe, batches=batches, train=train, held_out=held)
+    stages = Stages(
+        model=model,
+        plan=plan,
+        recipe=recipe,
+        batches=batches,
+        rotations=rotations(model, encoding, plan),
+        train=train,
+        held_out=held,
+    )
     stages.run(folder, told, resume=resume, seed=seed)
     found = {"stages": stages.record, "calibration": stages.calibration, **stages.training}
+    found["encoding"] = stages.plan.config.to_dict()  # calibration may have chosen some of it
     record = {**told, **found, "packing": rows.report.as_dict(), "versions": versions()}
     if folder is not None:
         _save(model, tokenizer, record, folder)
@@ -147,7 +156,7 @@ def _checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Reci
         layer_paths(plan.attention)
     if recipe.absorb is not None and not can_absorb(model, plan):
         raise ConfigError(f"{type(model).__name__} loses no table of positions with a mean to keep; leave absorb out.")
-    if recipe.calibrate is not None and not can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention))):
+    if recipe.calibrate is not None and not calibrates(model, encoding, plan):
         raise ConfigError(
             f"{type(plan.config).__name__} has nothing that could be fitted to scores; leave calibrate out."
         )

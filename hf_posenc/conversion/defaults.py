@@ -10,7 +10,9 @@ from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.absorption import can_absorb
 from hf_posenc.conversion.calibration import can_calibrate
 from hf_posenc.conversion.recipe import Absorb, Calibrate, Distill, Recipe
+from hf_posenc.conversion.rotation_choice import rotations
 from hf_posenc.patching import plan as make_plan
+from hf_posenc.planning import PatchPlan
 
 
 def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) -> Recipe:
@@ -32,6 +34,12 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
     stages: dict[str, Any] = {"distill": Distill()}
     if can_absorb(model, plan):
         stages["absorb"] = Absorb()
-    if can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention))):
+    if calibrates(model, encoding, plan):
         stages["calibrate"] = Calibrate()
     return Recipe.from_dict(stages | fields)
+
+
+def calibrates(model: PreTrainedModel, encoding: EncodingConfig, plan: PatchPlan) -> bool:
+    """Tell whether an encoding, as it was asked for, has parameters to fit or leaves a rotation open."""
+    fitted = can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention)))
+    return fitted or bool(rotations(model, encoding, plan))

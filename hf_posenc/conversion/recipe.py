@@ -122,8 +122,8 @@ class Recipe(Stage):
     """
 
     tokens: int = 250_000
-    batch_size: int = 32
-    learning_rate: float = 1e-3
+    batch_size: int = 8
+    learning_rate: float = 5e-4
     encoding_factor: float = 10.0
     attention_factor: float = 1.0
     lora_rank: int = 0

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,19 @@ from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, ca
 from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
 from hf_posenc.conversion.layerwise import layer_paths, stream_positions
 from hf_posenc.conversion.recipe import Recipe
+from hf_posenc.conversion.rotation_choice import best_rotation
 from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint
 from hf_posenc.conversion.training import asked
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.evaluation.sharing import launched
-from hf_posenc.patching import patch
+from hf_posenc.patching import patch, unpatch
+from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
+
+EVALUATION_BATCH = 16
+"""Rows in one forward pass where a loss is measured."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +50,7 @@ class Stages:
         plan: of the patch.
         recipe: what is done.
         batches: collates rows.
+        rotations: what calibration chooses from, where there is no parameter to fit (`rotation_choice`).
         train, held_out: datasets of packed rows.
         record: what came of every stage so far.
         calibration: how well the encoding could be fitted, None where that was not done.
@@ -54,6 +61,7 @@ class Stages:
     plan: PatchPlan
     recipe: Recipe
     batches: Batches
+    rotations: Sequence[RoPE]
     train: Any
     held_out: Any
     record: list[dict[str, Any]] = field(default_factory=list)
@@ -109,9 +117,21 @@ class Stages:
             self.rows = rows - constant
             after = self._note("absorb", after)
         if recipe.calibrate is not None:
-            self.fitted_on = torch.tensor(self.train[: recipe.calibrate.rows]["input_ids"])
-            self.calibration = asdict(calibrate(model, original, self.fitted_on, self.plan.geometry))
-            self._note("calibrate", after, tokens=self.fitted_on.numel())
+            some = self.train.select(range(min(recipe.calibrate.rows, len(self.train))))
+            if self.rotations:
+                self._choose_rotation(some)
+            else:
+                self.fitted_on = torch.tensor(some["input_ids"])
+                self.calibration = asdict(calibrate(model, original, self.fitted_on, self.plan.geometry))
+            self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))
+
+    def _choose_rotation(self, rows: Any) -> None:
+        """Patch anew with the rotation under which the loss on these rows is lowest."""
+        body = self.plan.body_of(self.model)
+        chosen = best_rotation(body, self.rotations, self.plan, lambda: self.loss(rows))
+        unpatch(self.model)
+        self.plan = make_plan(self.model, chosen)
+        patch(self.model, chosen)
 
     def _old_positions(self, rows: Tensor | None) -> Encoding:
         """Return what the unpatched model has, as an encoding that can fade."""
@@ -204,14 +224,15 @@ class Stages:
             seed=seed,
         )
 
-    def loss(self) -> float:
-        """Return the mean loss on the held-out rows, at their own positions, in nats a target."""
+    def loss(self, rows: Any = None) -> float:
+        """Return the mean loss on rows, the held-out ones by default, at their own positions, in nats a target."""
+        rows = self.held_out if rows is None else rows
         causal, total, targets = self.plan.geometry.causal, 0.0, 0
         batches = dataclasses.replace(self.batches, reach=None)
         with evaluation_mode(self.model):
-            for start in range(0, len(self.held_out), self.recipe.batch_size):
-                end = min(start + self.recipe.batch_size, len(self.held_out))
-                batch = batches([self.held_out[index] for index in range(start, end)])
+            for start in range(0, len(rows), EVALUATION_BATCH):
+                end = min(start + EVALUATION_BATCH, len(rows))
+                batch = batches([rows[index] for index in range(start, end)])
                 batch = {name: value.to(self.model.device) for name, value in batch.items()}
                 logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
                 found, wanted = asked(logits, batch["labels"], causal=causal)

@@ -36,7 +36,7 @@ TARGETS: dict[str, EncodingConfig] = {
     "nope": encoding("nope"),
     ORIGINAL: encoding("learned"),
 }
-FITTED = ("alibi", "kerple", "t5")
+FITTED = ("alibi", "kerple", "t5", "rope")
 """Targets with something to calibrate."""
 START: dict[str, Any] = {"absorb": Absorb(), "calibrate": Calibrate()}
 RUNGS: dict[str, dict[str, Any]] = {

@@ -18,13 +18,15 @@ from hf_posenc.conversion.annealing import Fade, Rows, annealed
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
-from hf_posenc.conversion.recipe import Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
+from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
 from hf_posenc.conversion.stages import original_of
 from hf_posenc.errors import ConfigError, DataError, OutputExistsError, TrainingError, UnsupportedFamilyError
 
 WORDS, LENGTH = 60, 16
 PATHS = ["transformer.h.0", "transformer.h.1"]
 KERPLE = posenc.encoding("kerple", per_layer=True)
+SMALL: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 32, "max_position_embeddings": LENGTH}
 SIZES = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -146,6 +148,35 @@ def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
     assert str(done).count("\n") == 5
 
 
+def test_a_rotation_is_chosen_by_what_the_model_says_at_once(tmp_path: Path) -> None:
+    rows, recipe = texts(), quick(tokens=0, distill=None, calibrate=Calibrate(rows=40))
+    done = convert(gpt2(), posenc.RoPE(), rows, recipe, held_out=rows, output_dir=tmp_path / "run")
+    calibrated, chosen = done.record["stages"][-1], done.record["encoding"]
+    assert calibrated["after"] < calibrated["before"]
+    given = posenc.RoPE(theta=chosen["theta"], partial_rotary_factor=chosen["partial_rotary_factor"])
+    again = convert(gpt2(), given, rows, quick(tokens=0, distill=None), held_out=rows)
+    assert again.record["stages"][-1]["after"] == pytest.approx(calibrated["after"], abs=1e-6)
+    loaded = posenc.from_pretrained(tmp_path / "run")
+    assert torch.equal(loaded(ids()).logits, done.model(ids()).logits)
+    with pytest.raises(ConfigError, match="nothing that could be fitted"):
+        convert(gpt2(), given, rows, recipe)
+
+
+def test_the_recommended_recipe_has_the_stages_that_have_something_to_do() -> None:
+    def stages(model: Any, encoding: posenc.EncodingConfig) -> set[str]:
+        recipe = posenc.recipe_for(model, encoding)
+        return {name for name in STAGES if getattr(recipe, name) is not None}
+
+    llama = LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=0))
+    assert stages(gpt2(), KERPLE) == stages(gpt2(), posenc.RoPE()) == {"absorb", "calibrate", "distill"}
+    assert stages(gpt2(), posenc.NoPE()) == stages(gpt2(), posenc.Alibi()) == {"absorb", "distill"}
+    assert stages(gpt2(), posenc.Learned()) == stages(llama, posenc.NoPE()) == {"distill"}
+    assert stages(llama, posenc.RoPE(theta=500.0)) == {"distill"}
+    assert posenc.recipe_for(gpt2(), KERPLE, distill=None, tokens=7) == Recipe(
+        tokens=7, absorb=Absorb(), calibrate=Calibrate()
+    )
+
+
 def test_training_helps() -> None:
     lesson = [[1 + (start + 3 * step) % 7 for step in range(LENGTH - 1)] for start in range(7)] * 8
     stages = convert(gpt2(), KERPLE, lesson, quick(tokens=12 * 64, distill=None, **CALIBRATED)).record["stages"]
@@ -188,12 +219,10 @@ def test_a_killed_run_ends_as_one_that_was_not(way: str, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_rotary_sources_and_encoders_take_the_same_road() -> None:
-    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 32, "max_position_embeddings": LENGTH}
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=0))
+    llama = LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=0))
     done = convert(llama, posenc.NoPE(), texts(), quick(absorb=None, anneal=Anneal(share=0.5)))
     assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "anneal", "distill"]
-    bert = BertForMaskedLM(BertConfig(**sizes, pad_token_id=0))
+    bert = BertForMaskedLM(BertConfig(**SMALL, pad_token_id=0))
     bert.config.sep_token_id = 0
     done = convert(bert, posenc.encoding("t5"), texts(), quick(**CALIBRATED), tokenizer=_Masks())
     assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "absorb", "calibrate", "distill"]
