@@ -18,7 +18,7 @@ parameters, trained at {length} tokens on 12.3 M) is converted with a share of t
 Perplexity is of 64 held-out rows of {length} tokens, spread over all held-out texts, and **ratio** is over the original
 trained on just as many tokens at the learning rate that suits it best. Every run counts at its best learning rate too;
 these were chosen on the same rows. `start` is what comes before training: the mean of the table absorbed and, for ALiBi
-(slopes trained), KERPLE and T5 (a bias for every layer), the bias calibrated. All rates and runs:
+(slopes trained), KERPLE and T5 (a bias for every layer), the bias calibrated, for RoPE its base. All rates and runs:
 [summary.json](summary.json).
 
 ![Recovery against tokens](recovery.png)
@@ -62,13 +62,12 @@ def _starts(rows: Sequence[Row]) -> str:
     for target in _targets(rows):
         own = [row for row in rows if row["target"] == target]
         started = next((row for row in own if row["rung"].startswith(START)), None)
-        absorbed = next((row for row in own if row["rung"] == ABSORBED), None)
         if started is None:
             continue
         zeroed = started["replaced"] - started["untrained"]
-        shares = [None if row is None else (row["start"] - row["untrained"]) / zeroed for row in (absorbed, started)]
-        lines.append((target, f"{zeroed:.3f}", *("" if share is None else f"{share:.2f}" for share in shares)))
-        halved += [target] if shares[1] is not None and shares[1] <= HALF else []
+        absorbed, left = ((started[name] - started["untrained"]) / zeroed for name in ("absorbed", "start"))
+        lines.append((target, f"{zeroed:.3f}", f"{absorbed:.2f}", f"{left:.2f}"))
+        halved += [target] if left <= HALF else []
     if not lines:
         return ""
     header = ("target", "replaced, nats from the original", "absorbed, share of it left", "absorbed and calibrated")
@@ -88,8 +87,9 @@ def _budget(rows: Sequence[Row], percent: float) -> str:
     said = (
         "One seed each: small differences mean nothing."
         if spread is None
-        else f"A cell with more than one seed says how many; the largest spread over seeds is {spread:.1%}, and "
-        "smaller differences are called none."
+        else f"A cell with more than one seed says how many; the largest spread over seeds is {spread:.1%}. What is "
+        "smaller than the spread of the two that are compared, or than the largest where neither has one, is called no "
+        "difference."
     )
     title = f"## {percent:g} % of the tokens: perplexity over that of the original trained alike"
     return f"{title}\n\n{table(('stages', *targets), lines)}\n{said}\n{_effects(found, spread)}"
@@ -112,7 +112,10 @@ def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
         targets = [target for target, rung in found if rung == more and (target, less) in found]
         changes = {target: found[target, more]["ratio"] / found[target, less]["ratio"] - 1 for target in targets}
         if changes:
-            each = ", ".join(f"{target} {_change(change, spread)}" for target, change in changes.items())
+            each = ", ".join(
+                f"{target} {_change(change, seed_spread([found[target, less], found[target, more]]) or spread)}"
+                for target, change in changes.items()
+            )
             lines.append(f"- `{more}` against `{less}`: {each}.")
     return "\n" + "\n".join(lines) + "\n" if lines else ""
 
@@ -151,7 +154,7 @@ def _is(row: Row, target: str, percent: float) -> bool:
 
 def _lengths(rows: Sequence[Row]) -> str:
     """Return perplexity past the trained length over that at it, of the best stages at every budget."""
-    own = [row for row in rows if any(name.startswith("nonoverlapping") for name in row)]
+    own = [row for row in rows if row["rung"] != NAIVE and any(name.startswith("nonoverlapping") for name in row)]
     columns = [name for name in (own[0] if own else {}) if name.startswith(("nonoverlapping", "sliding"))]
     lines = []
     for target in _targets(own):

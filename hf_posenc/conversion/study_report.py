@@ -64,9 +64,10 @@ def summarize(runs: Iterable[Row]) -> list[Row]:
 def _measured(run: Row) -> Row:
     stages = {stage["stage"]: stage["after"] for stage in run["stages"]}
     untrained, replaced = run["stages"][0]["before"], stages["replace"]
-    start = stages.get("calibrate", stages.get("absorb", replaced))
-    end = run["stages"][-1]["after"]
-    found = {"untrained": untrained, "replaced": replaced, "start": start, "end": end, "seconds": run["seconds"]}
+    absorbed = stages.get("absorb", replaced)
+    start, end = stages.get("calibrate", absorbed), run["stages"][-1]["after"]
+    found = {"untrained": untrained, "replaced": replaced, "absorbed": absorbed, "start": start, "end": end}
+    found["seconds"] = run["seconds"]
     found["of_original"] = math.exp(end - untrained)
     for protocol in ("nonoverlapping", "sliding"):
         curve = run.get(protocol, {})

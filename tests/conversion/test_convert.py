@@ -172,6 +172,7 @@ def test_the_recommended_recipe_has_the_stages_that_have_something_to_do() -> No
     assert stages(gpt2(), posenc.NoPE()) == stages(gpt2(), posenc.Alibi()) == {"absorb", "distill"}
     assert stages(gpt2(), posenc.Learned()) == stages(llama, posenc.NoPE()) == {"distill"}
     assert stages(llama, posenc.RoPE(theta=500.0)) == {"distill"}
+    assert posenc.recipe_for(gpt2(), posenc.NoPE()).learning_rate > posenc.recipe_for(gpt2(), KERPLE).learning_rate
     assert posenc.recipe_for(gpt2(), KERPLE, distill=None, tokens=7) == Recipe(
         tokens=7, absorb=Absorb(), calibrate=Calibrate()
     )
