@@ -93,8 +93,7 @@ def convert(
         TrainingError: the loss is no number any more.
         PosencError: what `plan` raises.
     """
-    from transformers import set_seed  # these here, since with the Trainer and peft they take seconds to import
-
+    # these here, since with the Trainer and peft they take seconds to import
     from hf_posenc.conversion.run_folder import require_free
     from hf_posenc.conversion.stages import Stages
 
@@ -108,20 +107,14 @@ def convert(
     folder = None if output_dir is None else Path(output_dir)
     if folder is not None:
         require_free(folder, told, resume=resume)
-    set_seed(seed)
     batches = _batches(plan, tokenizer, recipe, length, seed)
+    choice = rotations(model, encoding, plan)
     stages = Stages(
-        model=model,
-        plan=plan,
-        recipe=recipe,
-        batches=batches,
-        rotations=rotations(model, encoding, plan),
-        train=train,
-        held_out=held,
+        model=model, plan=plan, recipe=recipe, batches=batches, rotations=choice, train=train, held_out=held
     )
     stages.run(folder, told, resume=resume, seed=seed)
+    told["encoding"] = stages.plan.config.to_dict()  # calibration may have chosen some of it
     found = {"stages": stages.record, "calibration": stages.calibration, **stages.training}
-    found["encoding"] = stages.plan.config.to_dict()  # calibration may have chosen some of it
     record = {**told, **found, "packing": rows.report.as_dict(), "versions": versions()}
     if folder is not None:
         _save(model, tokenizer, record, folder)

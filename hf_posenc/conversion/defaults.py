@@ -15,15 +15,15 @@ from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
 
 FAR = 2e-3
-"""Learning rate of what has no bias fitted: at 2 % of the tokens, RoPE and NoPE end lower than at that of the others."""
+"""Learning rate of what has no bias fitted: RoPE and NoPE end lower than at that of the others."""
 
 
 def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) -> Recipe:
     """Return the recipe that is recommended for converting a model to an encoding.
 
     The mean of a table that is added to the token embedding is absorbed; an encoding whose parameters make a bias that
-    looks at positions alone is calibrated, and a rotation that is left open chosen; the original teaches all. What starts
-    without a fitted bias has further to go and learns faster.
+    looks at positions alone is calibrated, and a rotation that is left open chosen; the original teaches all. What
+    starts without a fitted bias has further to go and learns faster.
 
     Args:
         model: not patched.

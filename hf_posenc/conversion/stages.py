@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from hf_posenc.anatomy import by_layer_type, own_rope
 from hf_posenc.config import Encoding
@@ -146,6 +146,7 @@ class Stages:
 
     def run(self, folder: Path | None, told: dict[str, Any], *, resume: bool, seed: int) -> None:
         """Take all stages, and leave the model in eval mode; arguments as in `finish`."""
+        set_seed(seed)
         self.start()
         if self.steps:
             self.finish(folder, told, resume=resume, seed=seed)

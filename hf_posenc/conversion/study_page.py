@@ -16,10 +16,10 @@ _HEAD = """# What brings quality back after a conversion
 Made by `python scripts/study.py` from the results in [runs](runs); do not edit. The bundled tiny GPT-2 (1.07 M
 parameters, trained at {length} tokens on 12.3 M) is converted with a share of these tokens, on one CPU thread.
 Perplexity is of 64 held-out rows of {length} tokens, spread over all held-out texts, and **ratio** is over the original
-trained on just as many tokens at the learning rate that suits it best. Every run counts at its best learning rate too;
-these were chosen on the same rows. `start` is what comes before training: the mean of the table absorbed and, for ALiBi
-(slopes trained), KERPLE and T5 (a bias for every layer), the bias calibrated, for RoPE its base. All rates and runs:
-[summary.json](summary.json).
+trained on just as many tokens at the learning rate that suits it best. Every run counts at the best of the learning
+rates that were tried for it, in brackets, on the same rows; sets of stages are compared at equal rates. `start` is what
+comes before training: the mean of the table absorbed and, for ALiBi (slopes trained), KERPLE and T5 (a bias for every
+layer), the bias calibrated, for RoPE its base. All rates and runs: [summary.json](summary.json).
 
 ![Recovery against tokens](recovery.png)
 """
@@ -98,7 +98,8 @@ def _budget(rows: Sequence[Row], percent: float) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row['ratio']:.3f}" + (f" ({row['seeds']} seeds ± {row['spread'] / 2:.3f})" if row["seeds"] > 1 else "")
+    seeds = f", {row['seeds']} seeds ± {row['spread'] / 2:.3f}" if row["seeds"] > 1 else ""
+    return f"{row['ratio']:.3f} ({row['learning_rate']:g}{seeds})"
 
 
 def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
@@ -109,7 +110,7 @@ def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
     )
     lines = []
     for less, more in pairs:
-        targets = [target for target, rung in found if rung == more and (target, less) in found]
+        targets = [target for target, rung in found if rung == more and _alike(found, target, less, more)]
         changes = {target: found[target, more]["ratio"] / found[target, less]["ratio"] - 1 for target in targets}
         if changes:
             each = ", ".join(
@@ -118,6 +119,12 @@ def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
             )
             lines.append(f"- `{more}` against `{less}`: {each}.")
     return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _alike(found: dict[tuple[str, str], Row], target: str, less: str, more: str) -> bool:
+    """Tell whether two sets of stages did best at the same learning rate, so that stages alone tell them apart."""
+    other = found.get((target, less))
+    return other is not None and other["learning_rate"] == found[target, more]["learning_rate"]
 
 
 def _change(change: float, spread: float | None) -> str:

@@ -203,7 +203,7 @@ def test_a_killed_run_ends_as_one_that_was_not(way: str, tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return stock(self, rows)
 
-    killed_at = 14  # measuring takes 2 batches each time: a step of training
+    killed_at = 9  # measuring takes a batch each time, four or five times: a step of training
     monkeypatch.setattr(module.Batches, "__call__", killing)
     with pytest.raises(KeyboardInterrupt):
         convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed")

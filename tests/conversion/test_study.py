@@ -100,7 +100,7 @@ def test_the_report_is_made_from_the_folders_alone(tmp_path: Path) -> None:
         (tmp_path / "runs" / str(number)).mkdir(parents=True)
         (tmp_path / "runs" / str(number) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     (tmp_path / "runs" / "stopped").mkdir()
-    assert "| naive | 1.250 |" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "| naive | 1.250 (0.001) |" in write_report(tmp_path).read_text(encoding="utf-8")
     assert (tmp_path / "recovery.png").stat().st_size > 1000
     assert len(json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["runs"]) == 2
 
