@@ -82,7 +82,7 @@ def convert(
         held_out: texts of the same kind on which stages are measured; None takes the last rows of `documents`, which
             are then not trained on.
         length: tokens of a row; None takes the length that the model was trained for.
-        output_dir: new folder for the model, `config.yaml` and `result.json`; None writes nothing.
+        output_dir: new folder for model, `config.yaml` and `result.json`; None writes nothing.
         resume: continue the unfinished run in `output_dir`; the weights end up as if it had never been stopped.
         seed: of the order of rows and of all that is drawn.
 
@@ -107,8 +107,7 @@ def convert(
     folder = None if output_dir is None else Path(output_dir)
     if folder is not None:
         require_free(folder, told, resume=resume)
-    batches = _batches(plan, tokenizer, recipe, length, seed)
-    choice = rotations(model, encoding, plan)
+    batches, choice = _batches(plan, tokenizer, recipe, length, seed), rotations(model, encoding, plan)
     stages = Stages(
         model=model, plan=plan, recipe=recipe, batches=batches, rotations=choice, train=train, held_out=held
     )
@@ -116,17 +115,18 @@ def convert(
     told["encoding"] = stages.plan.config.to_dict()  # calibration may have chosen some of it
     found = {"stages": stages.record, "calibration": stages.calibration, **stages.training}
     record = {**told, **found, "packing": rows.report.as_dict(), "versions": versions()}
-    if folder is not None:
-        _save(model, tokenizer, record, folder)
+    _save(model, tokenizer, record, folder)
     return Conversion(model=model, record=record)
 
 
 def _save(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, record: dict[str, Any], folder: Path
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, record: dict[str, Any], folder: Path | None
 ) -> None:
-    """Let the main process write, and the others wait until the folder is whole."""
+    """Let the main process write, where there is a folder, and the others wait until it is whole."""
     from hf_posenc.conversion.run_folder import RESULT
 
+    if folder is None:
+        return
     if launched().is_main_process:
         model.save_pretrained(folder)
         if tokenizer is not None:
