@@ -136,6 +136,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                 panel.plot(x, y, marker=".", label=rung, color=color)
         panel.axhline(1, color="grey", linewidth=0.8)
         panel.set(title=target, xlabel="tokens, % of pretraining", xscale="log")
+        budgets = sorted({row["percent"] for row in shown})
+        panel.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0].set(ylabel="recovery, 1: the original trained alike")
     if shown:
