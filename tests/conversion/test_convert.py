@@ -19,6 +19,7 @@ from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
 from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
+from hf_posenc.conversion.rotation_choice import BASES
 from hf_posenc.conversion.stages import original_of
 from hf_posenc.errors import ConfigError, DataError, OutputExistsError, TrainingError, UnsupportedFamilyError
 
@@ -148,14 +149,18 @@ def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
     assert str(done).count("\n") == 5
 
 
-def test_a_rotation_is_chosen_by_what_the_model_says_at_once(tmp_path: Path) -> None:
+def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -> None:
     rows, recipe = texts(), quick(tokens=0, distill=None, calibrate=Calibrate(rows=40))
-    done = convert(gpt2(), posenc.RoPE(), rows, recipe, held_out=rows, output_dir=tmp_path / "run")
-    calibrated, chosen = done.record["stages"][-1], done.record["encoding"]
-    assert calibrated["after"] < calibrated["before"]
-    given = posenc.RoPE(theta=chosen["theta"], partial_rotary_factor=chosen["partial_rotary_factor"])
-    again = convert(gpt2(), given, rows, quick(tokens=0, distill=None), held_out=rows)
-    assert again.record["stages"][-1]["after"] == pytest.approx(calibrated["after"], abs=1e-6)
+    asked = posenc.RoPE(partial_rotary_factor=1.0)
+    done = convert(gpt2(), asked, rows, recipe, held_out=rows, output_dir=tmp_path / "run")
+    losses = {}
+    for base in BASES:
+        given = posenc.RoPE(theta=base, partial_rotary_factor=1.0)
+        only = convert(gpt2(), given, rows, quick(tokens=0, distill=None), held_out=rows)
+        losses[base] = only.record["stages"][-1]["after"]
+    assert len(set(losses.values())) == len(BASES)
+    assert done.record["encoding"]["theta"] == min(losses, key=losses.__getitem__)
+    assert done.record["stages"][-1]["after"] == pytest.approx(min(losses.values()), abs=1e-6)
     loaded = posenc.from_pretrained(tmp_path / "run")
     assert torch.equal(loaded(ids()).logits, done.model(ids()).logits)
     with pytest.raises(ConfigError, match="nothing that could be fitted"):
