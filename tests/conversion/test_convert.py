@@ -150,13 +150,21 @@ def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
 
 
 def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -> None:
+    def sharp() -> GPT2LMHeadModel:
+        """Return a model in which queries and keys matter."""
+        model = gpt2()
+        for layer in model.transformer.h:
+            torch.nn.init.normal_(layer.attn.c_attn.weight)
+        torch.nn.init.normal_(model.transformer.wte.weight)
+        return model
+
     rows, recipe = texts(), quick(tokens=0, distill=None, calibrate=Calibrate(rows=40))
     asked = posenc.RoPE(partial_rotary_factor=1.0)
-    done = convert(gpt2(), asked, rows, recipe, held_out=rows, output_dir=tmp_path / "run")
+    done = convert(sharp(), asked, rows, recipe, held_out=rows, output_dir=tmp_path / "run")
     losses = {}
     for base in BASES:
         given = posenc.RoPE(theta=base, partial_rotary_factor=1.0)
-        only = convert(gpt2(), given, rows, quick(tokens=0, distill=None), held_out=rows)
+        only = convert(sharp(), given, rows, quick(tokens=0, distill=None), held_out=rows)
         losses[base] = only.record["stages"][-1]["after"]
     assert len(set(losses.values())) == len(BASES)
     assert done.record["encoding"]["theta"] == min(losses, key=losses.__getitem__)
@@ -164,7 +172,7 @@ def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -
     loaded = posenc.from_pretrained(tmp_path / "run")
     assert torch.equal(loaded(ids()).logits, done.model(ids()).logits)
     with pytest.raises(ConfigError, match="nothing that could be fitted"):
-        convert(gpt2(), given, rows, recipe)
+        convert(sharp(), given, rows, recipe)
 
 
 def test_the_recommended_recipe_has_the_stages_that_have_something_to_do() -> None:
