@@ -52,7 +52,7 @@ def patch(model: M, config: EncodingConfig, *, family: Family | None = None, ver
         config: the encoding to put in.
         family: where positions enter the model, for model types that no record describes.
         verify: prove on a short random input that the patch does what it should, and undo it if not. Costs about
-            fifteen forward passes over at most 20 tokens.
+            seventeen forward passes over at most 20 tokens.
 
     Returns:
         The same model.
