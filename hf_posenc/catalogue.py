@@ -88,6 +88,10 @@ HEADINGS = {
     "exports": "native export",
 }
 """Field of an entry -> heading of its column."""
+WIDE = 150
+"""Columns of a terminal from which on a table of all fields can be read."""
+NARROW = ("name", "acts", "positions", "models", "zero_shot", "cost")
+"""The fields that stand side by side in 80 columns."""
 
 
 def catalogue() -> list[Entry]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -28,24 +27,29 @@ def list_registry(
     what: Annotated[str, typer.Argument(help="`encodings` or `families`.")] = "encodings",
 ) -> None:
     """List the encodings, with what each of them is and asks for, or the model families."""
-    from hf_posenc.catalogue import HEADINGS, catalogue
+    from hf_posenc.catalogue import HEADINGS, NARROW, WIDE, catalogue
     from hf_posenc.errors import UnknownNameError, did_you_mean
     from hf_posenc.family import FAMILIES
 
     if what not in ("encodings", "families"):
         raise UnknownNameError(f"there is no list of {what!r}; {did_you_mean(what, ('encodings', 'families'))}")
+    console = Console()
     table = Table(box=None, pad_edge=False)
     if what == "encodings":
-        for heading in HEADINGS.values():
-            table.add_column(heading, no_wrap=heading == "encoding")
+        fields = HEADINGS if console.width >= WIDE else NARROW
+        for field in fields:
+            table.add_column(HEADINGS[field], no_wrap=field == "name", overflow="fold")
         for entry in catalogue():
-            table.add_row(*vars(entry).values())
+            table.add_row(*(getattr(entry, field) for field in fields))
+        if len(fields) < len(HEADINGS):
+            table.caption = f"A terminal of {WIDE} columns or more shows paper, trained numbers, start and exports too."
+            table.caption_justify = "left"
     else:
         for heading in ("family", "model types", "attention modules"):
-            table.add_column(heading, no_wrap=heading == "family")
+            table.add_column(heading, no_wrap=heading == "family", overflow="fold")
         for name, family in sorted({family.name: family for family in FAMILIES.values()}.items()):
             table.add_row(name, ", ".join(family.model_types), ", ".join(family.attention))
-    Console().print(table)
+    console.print(table)
 
 
 @app.command()
@@ -131,7 +135,7 @@ def _print_routes(asked: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("target", "writes", "from", "other engines that run it"):
-        table.add_column(heading, no_wrap=heading == "target")
+        table.add_column(heading, no_wrap=heading == "target", overflow="fold")
     for route in ranked():
         table.add_row(route.name, route.writes, ", ".join(known_types(route)), route.runs)
     Console().print(table)
@@ -163,15 +167,9 @@ def export(
 
 
 def _fields(options: str) -> dict[str, Any]:
-    from hf_posenc.errors import ConfigError
+    from hf_posenc.conversion.finetune_config import parse_mapping
 
-    try:
-        fields = yaml.safe_load(options) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--options is not YAML: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"--options must be a mapping such as '{{theta: 500000}}', was: {options!r}")
-    return fields
+    return parse_mapping(options, called="--options")
 
 
 @app.command()

@@ -120,6 +120,16 @@ def test_evaluate_and_finetune_reach_their_own_parsers() -> None:
     assert "--learning_rate" in run("finetune", "--help")
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_list_can_be_read_at_any_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    said = run("list", "encodings")
+    assert "…" not in said
+    (alibi,) = [line.split() for line in said.splitlines() if line.startswith("alibi ")]
+    assert {"bias", "relative", "distance"} <= set(alibi)
+    assert ("self_bias" in alibi) == (width == 200)
+
+
 def test_list_shows_both_registries() -> None:
     assert all(f"\n{name} " in run("list", "encodings") for name in posenc.encodings())
     assert all(f"\n{name} " in run("list", "families") for name in posenc.families())

@@ -10,18 +10,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
 from transformers import AutoTokenizer
 
 from hf_posenc.config import encoding
 from hf_posenc.conversion.convert import Conversion, convert
 from hf_posenc.conversion.defaults import recipe_for
-from hf_posenc.conversion.finetune_config import read_mapping
+from hf_posenc.conversion.finetune_config import parse_mapping, read_mapping
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.data import EMBEDDED, HELD_OUT, load_documents
-from hf_posenc.errors import CheckpointError, ConfigError, PosencError
+from hf_posenc.errors import CheckpointError, PosencError
 from hf_posenc.evaluation.sharing import launched
 from hf_posenc.hub.loading import from_pretrained
 
@@ -44,7 +42,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> Conversion:
     """Load, convert and write; raises PosencError where that cannot be done."""
-    config = encoding(options.encoding, **_options(options.encoding_options))
+    config = encoding(options.encoding, **parse_mapping(options.encoding_options, called="--encoding_options"))
     fields = {} if options.recipe is None else read_mapping(Path(options.recipe))
     fields |= {} if options.tokens is None else {"tokens": options.tokens}
     Recipe.from_dict(fields)  # what is wrong with it is said before anything is loaded
@@ -67,16 +65,6 @@ def run(options: argparse.Namespace) -> Conversion:
         resume=options.resume,
         seed=options.seed,
     )
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        fields = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--encoding_options is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"--encoding_options must be a mapping such as '{{per_layer: true}}', was: {text!r}")
-    return fields
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc convert") -> int:

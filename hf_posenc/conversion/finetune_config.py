@@ -114,6 +114,18 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return values
 
 
+def parse_mapping(text: str, *, called: str) -> dict[str, Any]:
+    """Return named values given as one argument of a command line, in YAML; nothing is none of them.
+
+    Raises:
+        ConfigError: no YAML, or no mapping; `called` is how the message names the argument.
+    """
+    values = _parse(text, called)
+    if not isinstance(values, (dict, type(None))):
+        raise ConfigError(f"{called} must be a mapping such as '{{theta: 500000}}', was: {text!r}")
+    return values or {}
+
+
 def _flag(name: str, text: str) -> Any:
     hints = get_type_hints(FinetuneConfig)
     literal = name in hints and str in _members(hints[name])  # a folder called 2024 is not a number

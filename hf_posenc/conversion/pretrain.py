@@ -14,9 +14,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
+from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.training import causal_batch, packed_perplexity
 from hf_posenc.data import EMBEDDED, HELD_OUT, TRAIN, Document, PackedDataset, describe, load_documents, pack, tokenize
 from hf_posenc.errors import ConfigError, OutputExistsError
+from hf_posenc.hub.loading import from_pretrained
+from hf_posenc.patching import patch
 from hf_posenc.provenance import git_state, versions
 
 END_OF_TEXT = "<|endoftext|>"
@@ -95,13 +98,21 @@ def build_model(config: PretrainConfig, *, end_of_text_id: int) -> GPT2LMHeadMod
     return model
 
 
-def pretrain(config: PretrainConfig, output_dir: str | Path, *, command: str = "") -> dict[str, Any]:
+def pretrain(
+    config: PretrainConfig, output_dir: str | Path, *, encoding: EncodingConfig | None = None, command: str = ""
+) -> dict[str, Any]:
     """Train tokenizer and model from nothing and write them, with their log, into `output_dir`; return the log.
 
-    `command` is recorded as what reproduces the run. The weights are stored as float16 and load as float32.
+    Args:
+        config: shape and schedule.
+        output_dir: new folder. The weights are stored as float16 and load as float32.
+        encoding: what tells positions from the first step on, in place of the learned table: what an encoding is worth
+            on the same budget, without a conversion.
+        command: recorded as what reproduces the run.
 
     Raises:
         OutputExistsError: `output_dir` already holds a trained model.
+        UnsupportedEncodingError: the encoding does not fit a GPT-2 of this shape.
     """
     folder = Path(output_dir)
     if (folder / LOG_NAME).exists():
@@ -114,14 +125,15 @@ def pretrain(config: PretrainConfig, output_dir: str | Path, *, command: str = "
         TRAIN: pack(tokenize(texts[TRAIN], tokenizer), config.length, eos_token_id=end_of_text_id, seed=config.seed),
         HELD_OUT: pack(tokenize(texts[HELD_OUT], tokenizer), config.length, eos_token_id=end_of_text_id),
     }
-    model, losses, seconds = _train(config, rows[TRAIN], end_of_text_id=end_of_text_id)
+    model, losses, seconds = _train(config, rows[TRAIN], encoding, end_of_text_id=end_of_text_id)
     perplexity = packed_perplexity(model, rows[HELD_OUT].dataset)
     _save(model, tokenizer, folder)
-    stored = GPT2LMHeadModel.from_pretrained(folder)
+    stored = from_pretrained(folder)
     text_bytes = sum(len(document.text.encode()) for document in texts[HELD_OUT])
     log = {
         "command": command,
         "config": asdict(config) | {"batch_size": BATCH_SIZE, "warmup_steps": _warmup(config)},
+        "encoding": None if encoding is None else encoding.to_dict(),
         "parameters": model.num_parameters(),
         "tokens_seen": config.steps * BATCH_SIZE * config.length,
         "seconds": round(seconds, 1),
@@ -140,11 +152,13 @@ def pretrain(config: PretrainConfig, output_dir: str | Path, *, command: str = "
 
 
 def _train(
-    config: PretrainConfig, rows: PackedDataset, *, end_of_text_id: int
+    config: PretrainConfig, rows: PackedDataset, encoding: EncodingConfig | None, *, end_of_text_id: int
 ) -> tuple[GPT2LMHeadModel, list[list[float]], float]:
     """Return the trained model, its (step, nats per token) pairs, and the seconds it took."""
     set_seed(config.seed)
     model = build_model(config, end_of_text_id=end_of_text_id)
+    if encoding is not None:
+        patch(model, encoding)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         arguments = _training_arguments(config, scratch)

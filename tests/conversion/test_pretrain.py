@@ -16,6 +16,7 @@ from hf_posenc.conversion.pretrain import PretrainConfig, pretrain
 from hf_posenc.conversion.training import packed_perplexity
 from hf_posenc.data import HELD_OUT, Document, PackedDataset, describe, load_documents, pack, tokenize
 from hf_posenc.errors import ConfigError, OutputExistsError
+from hf_posenc.evaluation.diagnosis import diagnose
 
 SHIPPED = Path(hf_posenc.__file__).parent / "assets" / "tiny-gpt2"
 
@@ -95,6 +96,16 @@ def test_the_script_makes_the_same_model_again(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "one").iterdir()} == shipped
     with pytest.raises(OutputExistsError, match="already holds"):
         pretrain(config, tmp_path / "one")
+
+
+@pytest.mark.usefixtures("small_corpus")
+def test_a_model_is_trained_from_the_start_with_another_encoding(tmp_path: Path) -> None:
+    config = PretrainConfig(steps=3, vocab_size=300, length=16, hidden_size=16, num_layers=1, num_heads=2)
+    log = pretrain(config, tmp_path / "fixed", encoding=hf_posenc.encoding("sinusoidal", scale=0.02))
+    assert log["encoding"]["name"] == "sinusoidal"
+    model = hf_posenc.from_pretrained(tmp_path / "fixed")
+    found = diagnose(model, [list(range(64))], length=16, sequences=2)
+    assert (found.kind, found.max_length) == ("fixed table", None)
 
 
 @pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "positive"), ({"num_heads": 3}, "do not divide")])
