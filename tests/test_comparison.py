@@ -69,6 +69,17 @@ def test_other_measurements_stand_apart_with_their_reason(
     assert f"{field} (" in page(found.panels, title="apart")
 
 
+def test_the_last_tokens_of_another_tokenizer_are_other_words() -> None:
+    one, other = (
+        dataclasses.replace(curve(name, {128: 30.0}), protocol="fixed_target", tokenizer_hash=name)
+        for name in ("one", "other")
+    )
+    assert [panel.curves for panel in panels([one, other])] == [(one,), (other,)]
+    assert len(panels([one, dataclasses.replace(other, tokenizer_hash=None)])) == 1  # ids were given: nothing is known
+    whole = [dataclasses.replace(item, protocol="nonoverlapping") for item in (one, other)]
+    assert len(panels(whole)) == 1  # all of the text counts, by its bytes
+
+
 def test_two_models_of_one_name_never_share_a_line() -> None:
     one, other = curve("new", {128: 30}), dataclasses.replace(curve("new", {128: 31}), model_hash="1")
     with pytest.raises(DataError, match="Several curves are called new"):

@@ -163,4 +163,4 @@ def facts_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dic
 def text_config(model: nn.Module) -> Any:
     """Return the config of the model's text side, None where it has no config."""
     config: Any = getattr(model, "config", None)
-    return config.gettext_config() if hasattr(config, "gettext_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.errors import DataError
@@ -50,8 +50,8 @@ def check_comparable(curves: Sequence[LengthCurve]) -> None:
     """Refuse to show side by side what was not measured alike.
 
     Raises:
-        DataError: there are no curves, two of one protocol or two models share a name, or texts, stride or BOS policy
-            differ.
+        DataError: there are no curves, two of one protocol or two models share a name, or texts, stride, BOS policy or,
+            where only the last tokens of a text count, tokenizers differ.
     """
     if not curves:
         raise DataError("There are no curves to show. Evaluate at least one model.")
@@ -78,6 +78,9 @@ def difference(curves: Sequence[LengthCurve]) -> str | None:
                 return found
         if found := _values("bos_policy", {curve.bos_policy for curve in group}):
             return found
+        cut = {curve.tokenizer_hash for curve in group if _scores_the_end(curve.protocol)} - {None}
+        if found := _values("tokenizer_hash", cut):
+            return found
     plain = [curve for curve in curves if not _reshapes(curve.protocol)]
     for group in (plain, *groups):
         if found := _values("text_hash", {curve.text_hash for curve in group}):
@@ -85,15 +88,21 @@ def difference(curves: Sequence[LengthCurve]) -> str | None:
     return None
 
 
-def _values(field: str, found: set[str] | set[int]) -> str | None:
+def _values(field: str, found: Collection[str | int | None]) -> str | None:
     """Return the field with its values, hashes cut short, where there are several."""
-    return f"{field} ({', '.join(str(value)[:12] for value in sorted(found))})" if len(found) > 1 else None
+    return f"{field} ({', '.join(str(value)[:12] for value in sorted(found, key=str))})" if len(found) > 1 else None
 
 
 def _reshapes(protocol: str) -> bool:
     """Whether a protocol measures other documents than it was given: joined, or only the long ones."""
     known = PROTOCOLS.get(protocol)
     return known is not None and (known.joined or known.fills)
+
+
+def _scores_the_end(protocol: str) -> bool:
+    """Whether a protocol scores only the last tokens of a text, which another tokenizer would take for other words."""
+    known = PROTOCOLS.get(protocol)
+    return known is not None and known.fills
 
 
 def by_protocol(curves: Sequence[LengthCurve]) -> dict[str, list[LengthCurve]]:

@@ -9,14 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlavaConfig
 
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length
 from hf_posenc.evaluation.intervals import bootstrap, standard_error
-from hf_posenc.evaluation.subject import tokenizer_hash
+from hf_posenc.evaluation.subject import tokenizer_hash, trained_length
 from tests.evaluation.models import curve_of, gpt2, llama, random_documents
 from tests.evaluation.retrievers import characters
+
+
+def test_the_trained_length_of_a_model_that_also_sees_is_that_of_its_text_side() -> None:
+    model = torch.nn.Linear(1, 1)
+    model.config = LlavaConfig(text_config={"model_type": "llama", "max_position_embeddings": 77})
+    assert trained_length(model) == 77
 
 
 def test_tokens_weigh_the_same_whatever_their_window() -> None:
