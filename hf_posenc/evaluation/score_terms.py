@@ -105,6 +105,10 @@ def input_parts(model: PreTrainedModel, rows: Tensor) -> tuple[Tensor, Tensor, n
     whole = reach(1.0, note)
     content, between = reach(0.0, hold), reach(0.5, hold)
     position = whole - content
+    if not position.any():  # patched: what tells positions now acts behind the embedding
+        raise UnsupportedFamilyError(
+            f"{type(model).__name__} adds nothing for positions to its embedding, so that there are no terms to split."
+        )
     if float((content + position / 2 - between).abs().max()) > _TOLERANCE * float(whole.abs().max()):
         raise UnsupportedFamilyError(
             f"{type(model).__name__} does something non-linear to its embedding before the first attention, so that "

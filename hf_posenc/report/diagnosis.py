@@ -59,9 +59,10 @@ def _scores(d: Diagnosis) -> list[str]:
         return [f"{said}, too little to ask how much of it is distance."]
     if d.toeplitz_r2 > _ALL:
         return [f"{said}. All of that is a matter of distance, which a relative encoding can say at any length."]
+    source = "ends where the training ended" if d.table else "comes of how many tokens stand before"
     return [
         f"{said}. Of that, {d.toeplitz_r2:.0%} is distance alone, which a relative encoding can say at any length; "
-        f"{1 - d.toeplitz_r2:.0%} is about absolute places, and ends where the training ended."
+        f"{1 - d.toeplitz_r2:.0%} is about absolute places, and {source}."
     ]
 
 

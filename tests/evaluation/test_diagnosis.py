@@ -116,11 +116,12 @@ def test_each_term_is_what_the_weights_of_a_gpt2_say() -> None:
 def test_a_table_of_zeros_has_no_terms_and_explains_nothing_in_the_first_layer() -> None:
     model = subject("gpt2")
     nn.init.zeros_(model.transformer.wpe.weight)
-    with evaluation_mode(model), reporting_attention(model):
-        terms = score_terms(model, tokens(2, 24))
-    for name in TERMS[1:]:
-        assert terms.deviation[name].max() < 1e-12
-    torch.testing.assert_close(terms.share["content_content"], torch.ones_like(terms.total))
+    with (
+        evaluation_mode(model),
+        reporting_attention(model),
+        pytest.raises(UnsupportedFamilyError, match="adds nothing for positions"),
+    ):
+        score_terms(model, tokens(2, 24))
     first = effects(model, rows=64)[0]  # so few that chance alone, not taken out, would explain 3 %
     assert abs(share(first)) < 0.01 < share(effects(subject("gpt2"))[0])
     assert first.toeplitz_r2 == [None] * 4
@@ -162,7 +163,9 @@ def test_a_patched_model_is_diagnosed_as_what_it_now_is() -> None:
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])[:, None]
     assert profile_error(first, -slopes * first.distances) < 0.1
     assert ratio(first) > 0.99
-    assert diagnose(model, DOCUMENTS, length=16, sequences=8).max_length is None
+    whole = diagnose(model, DOCUMENTS, length=16, sequences=8)
+    assert whole.max_length is None
+    assert "adds nothing for positions" in whole.reasons["terms"]
 
 
 def test_the_profile_of_t5_is_its_bias_table() -> None:
