@@ -22,14 +22,16 @@ import torch
 import transformers
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc.config import encoding
 from hf_posenc.errors import ConfigError, did_you_mean
 from hf_posenc.patching import patch
 
 LAYERS, HEADS, WIDTH, VOCABULARY = 2, 12, 768, 512
-WORK = ("forward", "train", "decode", "padded")
+SPARE = 64
+"""Tokens that a model and a static cache have room for, beyond those of a row."""
+WORK = ("forward", "train", "decode", "static", "padded")
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _WIDE = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS}
 STOCK: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -51,7 +53,8 @@ class Row:
     Attributes:
         subject: a stock model, or one with an encoding in it, `gpt2+alibi`.
         against: the other one.
-        work: `forward`, `train` (forward and backward), `decode` (one token over a cache of that length), or `padded`
+        work: `forward`, `train` (forward and backward), `decode` (one token over a cache of that length),
+            `static` (the same over a cache that does not grow: it has 64 slots more), or `padded`
             (forward of four rows, left-padded by an eighth, two eighths and three eighths).
         length: tokens.
         goal: the ratio is to be at most this.
@@ -129,7 +132,7 @@ def subject(name: str, length: int) -> PreTrainedModel:
     model_name, config_name, fields = STOCK[stock]
     config_class = getattr(transformers, config_name)
     known = [field for field in LENGTHS if hasattr(config_class(), field)]
-    config = config_class(**fields, vocab_size=VOCABULARY, **dict.fromkeys(known[:1], length + 64))
+    config = config_class(**fields, vocab_size=VOCABULARY, **dict.fromkeys(known[:1], length + SPARE))
     model: PreTrainedModel = getattr(transformers, model_name)(config)
     model.eval()
     return patch(model, encoding(inside), verify=False) if inside else model
@@ -141,15 +144,21 @@ def _job(name: str, work: str, length: int) -> Callable[[], object]:
     ids = torch.randint(VOCABULARY, (4 if work == "padded" else 1, length), generator=torch.Generator().manual_seed(0))
     if work == "train":
         return lambda: model(ids).last_hidden_state.square().mean().backward()
-    if work == "decode":
-        cache = DynamicCache(config=model.config)
-        for layer in range(LAYERS):
-            cache.update(*torch.randn(2, 1, HEADS, length, WIDTH // HEADS), layer)
+    if work in ("decode", "static"):
+        cache = _filled(model, length, static=work == "static")
         return lambda: _asked(model, ids[:, :1], past_key_values=cache, use_cache=True)
     if work == "padded":
         mask = (torch.arange(length) >= torch.arange(4)[:, None] * length // 8).long()
         return lambda: _asked(model, ids, attention_mask=mask)
     return lambda: _asked(model, ids)
+
+
+def _filled(model: PreTrainedModel, length: int, *, static: bool) -> Cache:
+    """Return a cache with random keys and values of so many tokens."""
+    cache = StaticCache(config=model.config, max_cache_len=length + SPARE) if static else DynamicCache()
+    for layer in range(LAYERS):
+        cache.update(*torch.randn(2, 1, HEADS, length, WIDTH // HEADS), layer)
+    return cache
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import padding_mask
@@ -191,3 +192,59 @@ def _rows(states: Tensor, kept: Tensor) -> Tensor:
     """Return the states of these slots: (b, h, k, d), (1|b, m) -> (b, h, m, d)."""
     index = kept.to(states.device)[:, None, :, None]
     return states.gather(2, index.expand(len(states), states.shape[1], -1, states.shape[3]))
+
+
+_LONGEST = WeakTensorKeyDictionary()
+"""The keys of a cache layer -> how often they had been written to, and the largest norm among them, (h_kv,)."""
+
+
+def update_measured(
+    cache: Cache, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Put new keys and values into a cache, and find the largest norm of its keys without reading all of them again.
+
+    What was noted at the last update counts as long as the tensor of the keys is the same one and nobody has written to
+    it since, so that it does not matter who filled, cropped, reordered or reset the cache meanwhile.
+
+    Args:
+        cache: any cache.
+        key: (b, h_kv, n, d).
+        value: (b, h_kv, n, d).
+        layer: index of the layer in the cache.
+        *args: further arguments of the cache's own `update`.
+        **kwargs: further arguments of it.
+
+    Returns:
+        All keys and values of the layer, (b, h_kv, k, d), and the largest norm, (h_kv,) float32 (float64 for float64
+        keys), or None for caches that keep their keys otherwise than as they came, and where torch does not count who
+        writes to them: in graphs, and to tensors made in inference mode.
+    """
+    if torch.compiler.is_compiling():
+        return (*cache.update(key, value, layer, *args, **kwargs), None)
+    known = _noted(_keys(cache, layer))
+    keys, values = cache.update(key, value, layer, *args, **kwargs)
+    if _keys(cache, layer) is not keys or keys.is_inference():
+        return keys, values, None
+    longest = _longest(keys) if known is None else torch.maximum(_longest(key), known)
+    _LONGEST[keys] = keys._version, longest
+    return keys, values, longest
+
+
+def _keys(cache: Cache, index: int) -> Tensor | None:
+    """Return the keys of a layer that is there already and keeps them as they came, (b, h_kv, k, d)."""
+    layers = getattr(cache, "layers", [])[index : index + 1]
+    return next((layer.keys for layer in layers if type(layer) in (DynamicLayer, StaticLayer)), None)
+
+
+def _noted(keys: Tensor | None) -> Tensor | None:
+    """Return what was noted of keys that nobody has written to since."""
+    if keys is None or keys.is_inference():
+        return None
+    version, longest = _LONGEST.get(keys, (None, None))
+    return longest if version == keys._version else None
+
+
+@torch.no_grad()
+def _longest(keys: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.promote_types(keys.dtype, torch.float32))
+    return norms.amax((0, 2))

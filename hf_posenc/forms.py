@@ -21,8 +21,12 @@ from hf_posenc.blocks import Blocks, attend_biased
 from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.positions import Positions
+from hf_posenc.reach import attend_once, bias_by_distance, lowest_bias
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
 from hf_posenc.toeplitz import CHUNK, Band, Heads, attend, trusted
+
+FEWEST = 1024
+"""Keys from which on it pays to find out what a single query sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,9 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
     Returns:
         (b, q, h, d), zero for queries that see no key.
     """
-    if query.shape[2] == 1 or query.device.type != "cpu" or torch.compiler.is_compiling():
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if (once := query.shape[2] == 1) and (key.shape[2] < FEWEST or torch.is_grad_enabled()):
         return None
     if {key.dtype, value.dtype} != {query.dtype} or value.shape[-1] != query.shape[-1] or not trusted(query.dtype):
         return None
@@ -150,6 +156,8 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
     seen: Seen | None = known[asked][1]
     if seen is None:
         return None
+    if once:
+        return _attend_once(scores, query, key, value, seen)
     groups = query.shape[1] // key.shape[1]
     states = query, *(x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     if len(seen.stretches) == 1:
@@ -159,6 +167,14 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
         row = tuple(x[index : index + 1] for x in states)
         outputs.append(_attend_stretch(scores.row(index), row, seen, stretch))
     return torch.cat(outputs)
+
+
+def _attend_once(scores: Scores, query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor | None:
+    """Attend with one query a row, (b, 1, h, d); None where rows do not see their own keys, or for other biases."""
+    firsts, ends = zip(*seen.stretches, strict=True)
+    if {*ends} != {seen.start + 1} or max(firsts) > seen.start or not scores.encoding.overrides("distance_bias"):
+        return None
+    return attend_once(scores, query, key, value, slot=seen.start, firsts=list(firsts))
 
 
 def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stretch: tuple[int, int]) -> Tensor:
@@ -203,11 +219,7 @@ def _by_distance(scores: Scores, states: tuple[Tensor, ...], band: Band) -> Tens
     """Attend with a bias that is given by its distances alone; (b, h, q, d)."""
     query, key, value = states
     signed = band.distances(query.device)
-    with exactly(query.device):
-        table = scores.encoding.distance_bias((signed.clamp(min=0) if band.causal else signed).to(scores.dtype))
-    if table is None:
-        raise UnsupportedEncodingError(f"{type(scores.encoding).__name__} was to give a bias by distance, not None.")
-    table = table.expand(query.shape[1], -1)
+    table = bias_by_distance(scores, signed.clamp(min=0) if band.causal else signed).expand(query.shape[1], -1)
     windows: dict[int, Heads] = {band.window: slice(None)}
     if band.causal:
         table = table.masked_fill(signed < 0, -torch.inf)
@@ -222,16 +234,12 @@ def _by_distance(scores: Scores, states: tuple[Tensor, ...], band: Band) -> Tens
 def _too_far(query: Tensor, key: Tensor, table: Tensor, band: Band, scale: float) -> Tensor:
     """Tell at which distances no key can change a result by more than its rounding, (h, n) bool.
 
-    A score is at most |q| max|k|, and a query's own key has the weight of q k. Against that, a key whose bias is so far
-    below the own key's weighs less than e^-margin, and all of them together less than the rounding of a sum. Numbers
-    that small are slow besides: processors take their time over what is below the smallest normal number.
+    Numbers that small are slow besides: processors take their time over what is below the smallest normal number.
     """
-    query, key = query.to(table.dtype), key.to(table.dtype)
-    own = key[:, :, band.first : band.first + band.queries]
-    most = torch.linalg.vector_norm(query, dim=-1) * torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
-    spread = (scale * (most - torch.linalg.vecdot(query, own))).amax((0, 2))  # (h,)
-    margin = math.log(2 * band.keys / torch.finfo(table.dtype).eps)
-    lowest: Tensor = table[:, band.first + band.queries - 1] - spread - margin
+    place = band.first + band.queries
+    longest = torch.linalg.vector_norm(key.to(table.dtype), dim=-1).amax(-1, keepdim=True)
+    own = key[:, :, band.first : place]
+    lowest = lowest_bias(table[:, place - 1], query, own, longest, keys=band.keys, scale=scale)
     return table < lowest[:, None]
 
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.caching import remembered
+from hf_posenc.caching import remembered, update_measured
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
 from hf_posenc.forms import attend_in_form
@@ -90,6 +90,7 @@ class _Call:
         self.cache = cache
         self.gates = gates  # (b, h, n) of the new keys, from the cache on of all keys
         self.keys_done = False
+        self.longest: Tensor | None = None  # norm of a cached key, (h_kv,)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rotate the new keys, unless they must be cached as they are, and hand them to the cache."""
@@ -97,6 +98,9 @@ class _Call:
         self.keys_done = True
         if self.gates is not None:
             key = with_gates(key, self.gates)
+        if self.gates is None and self.encoding.overrides("distance_bias"):
+            key, value, self.longest = update_measured(self.cache, key, value, *args, **kwargs)
+            return key, value
         key, value = self.cache.update(key, value, *args, **kwargs)
         if self.gates is not None:
             key, self.gates = without_gates(key, self.gates)
@@ -272,7 +276,7 @@ def posenc_attention(
     dtype = torch.float32 if wide else query.dtype
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     known = {"mask": attention_mask, "causal": causal, "dtype": dtype, "scaling": scaling, "factor": factor}
-    scores = Scores(encoding, positions, **known)
+    scores = Scores(encoding, positions, longest=call.longest, **known)
     return attend_in_form(scores, attend, query, key, value, backend=backend, **kwargs)
 
 

@@ -101,6 +101,7 @@ class Scores:
         dtype: what the attention function takes.
         scaling: factor that makes a score of the product of query and key.
         factor: on all scores of a query, (1|b, 1|h, q), or None.
+        longest: the largest norm of a key, (h_kv,), or a bound on it, or None where that is not known.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Scores:
         dtype: torch.dtype,
         scaling: float,
         factor: Tensor | None = None,
+        longest: Tensor | None = None,
     ) -> None:
         self.encoding = encoding
         self.positions = positions
@@ -120,6 +122,7 @@ class Scores:
         self.dtype = dtype
         self.scaling = scaling
         self.factor = factor
+        self.longest = longest
         self.triangle = mask is None and causal  # the caller left causality to the attention function
         self.past = positions.key.shape[1] - positions.query.shape[1]
 

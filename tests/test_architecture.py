@@ -27,7 +27,7 @@ FLOORS = [
         "gating rotation",
         "encodings families",
         "caching joint kernels length scores",
-        "toeplitz",
+        "toeplitz reach",
         "blocks",
         "forms",
         "interposer",
