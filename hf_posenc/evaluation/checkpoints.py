@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
-from hf_posenc.errors import CheckpointError, ConfigError, LengthError
+from hf_posenc.errors import ConfigError, LengthError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.documents import BOS_NONE
 from hf_posenc.evaluation.key_tokens import KeyTokenPerplexity, key_token_perplexity
+from hf_posenc.evaluation.loading import load, one_by_one
 from hf_posenc.evaluation.masked import masked_perplexity_by_length
 from hf_posenc.evaluation.perplexity import perplexity_by_length
 from hf_posenc.evaluation.position import PositionCurve, perplexity_by_position
@@ -82,7 +80,7 @@ def evaluate_checkpoints(
         The curves, models in the order given, for each model its protocols.
 
     Raises:
-        CheckpointError: a model or its tokenizer cannot be loaded.
+        CheckpointError: as in `loading.load`.
         UnknownNameError, ConfigError, DataError, UnsupportedFamilyError, OutputError: as in `perplexity_by_length`.
     """
     # Before the first model is loaded, not after the last one was.
@@ -97,21 +95,23 @@ def evaluate_checkpoints(
     if names == [PSEUDO] and bos_policy is not None:
         raise ConfigError(f"bos_policy means nothing for protocol={PSEUDO!r}: leave it out.")
     check_batch_size(batch_size)
-    curves: list[LengthCurve] = []
-    for label, model, tokenizer in _each(models, processes, names[0]):
+
+    def measure(label: str, model: Any, tokenizer: Any) -> Iterator[LengthCurve]:
         shared: dict[str, Any] = {"tokenizer": tokenizer, "name": label, "processes": processes, "partial": partial}
         for name in names:
             if name == BY_SOURCE:
-                curves.append(seq2seq_perplexity_by_length(model, texts, lengths, **shared))
+                yield seq2seq_perplexity_by_length(model, texts, lengths, **shared)
                 continue
             shared["batch_size"] = batch_size
             if name == PSEUDO:
-                curves.append(masked_perplexity_by_length(model, texts, lengths, every=stride or 1, **shared))
+                every = 1 if stride is None else stride
+                yield masked_perplexity_by_length(model, texts, lengths, every=every, **shared)
                 continue
             options: dict[str, Any] = {"protocol": name, "bos_policy": bos_policy}
             options["stride"] = stride if protocol_named(name).stride else None
-            curves.append(perplexity_by_length(model, texts, lengths, **options, **shared))
-    return curves
+            yield perplexity_by_length(model, texts, lengths, **options, **shared)
+
+    return one_by_one(models, processes, measure, names[0])
 
 
 def positions_of_checkpoints(
@@ -133,7 +133,7 @@ def positions_of_checkpoints(
         shared: its `batch_size`, `processes` and `partial`.
 
     Raises:
-        CheckpointError: a model or its tokenizer cannot be loaded.
+        CheckpointError: as in `loading.load`.
         LengthError: none of the models can take the length.
         PosencError: as in `perplexity_by_position`.
     """
@@ -168,13 +168,13 @@ def key_tokens_of_checkpoints(
         shared: its `stride`, `batch_size`, `processes` and `partial`.
 
     Raises:
-        CheckpointError: a model or its tokenizer cannot be loaded.
+        CheckpointError: as in `loading.load`.
         LengthError: none of the models can take any of the lengths.
         PosencError: as in `key_token_perplexity`.
     """
     lengths = check_lengths(lengths)
     check_batch_size(shared.get("batch_size", 1))
-    judge = None if evaluator is None else _load(evaluator, shared.get("processes"), KEY_TOKENS)[0]
+    judge = None if evaluator is None else load(evaluator, shared.get("processes"), KEY_TOKENS)[0]
     chosen: dict[str, Any] = {"bos_policy": bos_policy or BOS_NONE, "evaluator": judge, **shared}
 
     def measure(model: Any, tokenizer: Any, length: int, name: str) -> KeyTokenPerplexity:
@@ -190,14 +190,16 @@ def _measured(
     processes: PartialState | None,
 ) -> Measured[R]:
     """Call `measure` with each model, its tokenizer, each length and the model's name."""
-    results: list[R] = []
     refused: list[str] = []
-    for label, model, tokenizer in _each(models, processes):
+
+    def measured(name: str, model: Any, tokenizer: Any) -> Iterator[R]:
         for length in lengths:
             try:
-                results.append(measure(model, tokenizer, length, label))
+                yield measure(model, tokenizer, length, name)
             except LengthError as error:
-                refused.append(f"{label}: {error}")
+                refused.append(f"{name}: {error}")
+
+    results = one_by_one(models, processes, measured)
     if not results:
         raise LengthError("; ".join(refused))
     return Measured(results, refused)
@@ -226,7 +228,7 @@ def retrieve_checkpoints(
         The grids, models in the order given, for each model its tasks.
 
     Raises:
-        CheckpointError: a model or its tokenizer cannot be loaded.
+        CheckpointError: as in `loading.load`.
         PosencError: as in `retrieval_by_length`.
     """
     names = [task_named(task).name for task in dict.fromkeys(tasks)]  # before the first model is loaded
@@ -234,38 +236,9 @@ def retrieve_checkpoints(
     check_settings(depths, trials, digits, seed)
     check_batch_size(shared.get("batch_size", 1))
     settings: dict[str, Any] = {"depths": depths, "trials": trials, "digits": digits, "seed": seed}
-    grids = []
-    for label, model, tokenizer in _each(models, shared.get("processes")):
+
+    def measure(label: str, model: Any, tokenizer: Any) -> Iterator[RetrievalGrid]:
         for name in names:
-            grids.append(retrieval_by_length(model, tokenizer, lengths, task=name, name=label, **settings, **shared))
-    return grids
+            yield retrieval_by_length(model, tokenizer, lengths, task=name, name=label, **settings, **shared)
 
-
-_KINDS: dict[str, tuple[Any, str]] = {
-    PSEUDO: (AutoModelForMaskedLM, "masked language model"),
-    BY_SOURCE: (AutoModelForSeq2SeqLM, "encoder-decoder"),
-}
-
-
-def _each(
-    models: Mapping[str, str], processes: PartialState | None, protocol: str = NONOVERLAPPING
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, model and tokenizer, one model in memory at a time."""
-    for label, path in models.items():
-        yield label, *_load(path, processes, protocol)
-
-
-def _load(path: str, processes: PartialState | None, protocol: str) -> tuple[Any, Any]:
-    device = processes.device if processes is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any
-    dtype = torch.float32 if device.type == "cpu" else "auto"
-    kind, called = _KINDS.get(protocol, (AutoModelForCausalLM, "causal language model"))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = kind.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path!r} holds no {called} with its tokenizer: {reason}") from error
-    return model.to(device), tokenizer
+    return one_by_one(models, shared.get("processes"), measure)

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.data import EMBEDDED, HELD_OUT, describe, load_documents
-from hf_posenc.errors import CheckpointError, ConfigError, DataError, PosencError
+from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation.diagnosis import SEQUENCES, Diagnosis, check_settings, diagnose
+from hf_posenc.evaluation.loading import load_tokenizer, not_loaded
 from hf_posenc.evaluation.position_table import closest_stranger
 from hf_posenc.evaluation.shift import TOLERATED
 from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
@@ -213,29 +214,28 @@ def diagnose_checkpoints(
     Raises:
         PosencError: what cannot be done, where possible before the first model is loaded.
     """
-    from transformers import AutoTokenizer
-
-    import hf_posenc
-
     paths = named_paths(models)
     check_output(output)
     check_settings(length, sequences, seed)
     if max_documents < 1:
         raise ConfigError(f"max_documents must be at least 1; got {max_documents}.")
-    texts = load_documents(documents, split=split)[:max_documents]
-    found = []
-    for name, path in paths.items():
-        try:
-            model = hf_posenc.from_pretrained(path, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, ImportError) as error:
-            if isinstance(error, PosencError):
-                raise
-            raise CheckpointError(f"{path!r} holds no model with its tokenizer: {error}") from error
-        device: Any = "cuda" if torch.cuda.is_available() else "cpu"
-        settings: Any = {"length": length, "sequences": sequences, "seed": seed, "name": name}
-        found.append(diagnose(model.to(device), [text.text for text in texts], tokenizer=tokenizer, **settings))
-    write_diagnosis(found, output, corpus=describe(texts))
+    used = load_documents(documents, split=split)[:max_documents]
+    texts = [document.text for document in used]
+    settings: Any = {"length": length, "sequences": sequences, "seed": seed}
+    found = [_diagnosed(path, texts, name=name, **settings) for name, path in paths.items()]
+    write_diagnosis(found, output, corpus=describe(used))
     Console().print(diagnosis_text(found))
     print(f"written to {output}")
     return found
+
+
+def _diagnosed(path: str, texts: Sequence[str], **settings: Any) -> Diagnosis:
+    """Return the diagnosis of a saved model, whose memory is free again when this returns."""
+    import hf_posenc
+
+    try:
+        model = hf_posenc.from_pretrained(path, dtype=torch.float32)
+    except Exception as error:  # transformers and the Hub's client raise what they like
+        raise not_loaded(path, "model", error) from error
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    return diagnose(model.to(device), texts, tokenizer=load_tokenizer(path), **settings)
