@@ -83,17 +83,7 @@ def evaluate_checkpoints(
         CheckpointError: as in `loading.load`.
         UnknownNameError, ConfigError, DataError, UnsupportedFamilyError, OutputError: as in `perplexity_by_length`.
     """
-    # Before the first model is loaded, not after the last one was.
-    alone = list(protocols) in ([PSEUDO], [BY_SOURCE])
-    names = list(protocols) if alone else shown_together(protocols)
-    for name in () if alone else names:
-        protocol = protocol_named(name)
-        protocol.strides(check_lengths(lengths), stride if protocol.stride else None)
-        protocol.bos(bos_policy)
-    if names == [BY_SOURCE] and (stride is not None or bos_policy is not None):
-        raise ConfigError(f"stride and bos_policy mean nothing for protocol={BY_SOURCE!r}: leave them out.")
-    if names == [PSEUDO] and bos_policy is not None:
-        raise ConfigError(f"bos_policy means nothing for protocol={PSEUDO!r}: leave it out.")
+    names = _protocols(protocols, lengths, stride, bos_policy)
     check_batch_size(batch_size)
 
     def measure(label: str, model: Any, tokenizer: Any) -> Iterator[LengthCurve]:
@@ -112,6 +102,21 @@ def evaluate_checkpoints(
             yield perplexity_by_length(model, texts, lengths, **options, **shared)
 
     return one_by_one(models, processes, measure, names[0])
+
+
+def _protocols(asked: Sequence[str], lengths: Sequence[int], stride: int | None, bos_policy: str | None) -> list[str]:
+    """Return the protocols to measure, checked before the first model is loaded, not after the last one was."""
+    alone = list(asked) in ([PSEUDO], [BY_SOURCE])
+    names = list(asked) if alone else shown_together(asked)
+    for name in () if alone else names:
+        protocol = protocol_named(name)
+        protocol.strides(check_lengths(lengths), stride if protocol.stride else None)
+        protocol.bos(bos_policy)
+    if names == [BY_SOURCE] and (stride is not None or bos_policy is not None):
+        raise ConfigError(f"stride and bos_policy mean nothing for protocol={BY_SOURCE!r}: leave them out.")
+    if names == [PSEUDO] and bos_policy is not None:
+        raise ConfigError(f"bos_policy means nothing for protocol={PSEUDO!r}: leave it out.")
+    return names
 
 
 def positions_of_checkpoints(

@@ -40,7 +40,7 @@ def test_the_decoder_of_an_encoder_decoder_is_not_taken_for_a_language_model(tmp
         vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, max_position_embeddings=32
     )
     path = saved(BartForConditionalGeneration(config), tmp_path)
-    with pytest.raises(CheckpointError, match="encoder-decoder, and no causal .*: give protocol 'by_source'"):
+    with pytest.raises(CheckpointError, match=r"encoder-decoder, and no causal .*: give protocol 'by_source'"):
         evaluate_checkpoints({"m": path}, TEXTS, [8])
     (curve,) = evaluate_checkpoints({"m": path}, [tuple(TEXTS)], [8], protocols=["by_source"])
     assert curve.ppl
