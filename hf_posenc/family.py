@@ -95,6 +95,7 @@ class Family:
             `position_ids` and the rows of the table start at `pad_token_id + 1` (the RoBERTa convention).
         token_type_buffer: True where `token_type_ids` default to a buffer as long as the table.
         length: attribute of the config that says how long a text the model was trained for, in tokens.
+        ends: True where a stock model computes its rotation or its bias for so many positions and no more.
         declared: how the attention modules attend, where they look up no attention function; None where they do.
         switches: attributes of the body that turn its own encoding on; a patch turns them off.
         silent: paths of modules whose positions reach nothing but declared attention, where nobody hears of them.
@@ -128,6 +129,7 @@ class Family:
     counts_padding: bool = False
     token_type_buffer: bool = False
     length: str = "max_position_embeddings"
+    ends: bool = False
     declared: DeclaredAttention | None = None
     switches: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import ConfigError, LengthError
-from hf_posenc.evaluation.scoring import device_of
+from hf_posenc.evaluation.forward import device_of
 from hf_posenc.length import max_length as positions_of
 
 if TYPE_CHECKING:

@@ -63,7 +63,9 @@ def max_length(model: nn.Module) -> int | None:
 
 
 def _rows(body: nn.Module, config: Any, family: Family) -> int | None:
-    """Return the number of positions that the stock table of a body has rows for, or None where none ends."""
+    """Return the number of positions that the stock body has rows for, or computes, or None where none ends."""
+    if family.ends:
+        return int(getattr(config, family.length))
     if family.table is None or family.table_grows:
         return None
     return len(table_rows(body.get_submodule(family.table))) - table_start(family, config)

@@ -22,7 +22,7 @@ from hf_posenc.evaluation import LengthCurve, PositionCurve
 from tests.evaluation.models import curve_of
 
 FILES = {"result.json", "table.txt", "perplexity.png", "perplexity.svg", "index.html", "curves.csv", "curves.jsonl"}
-REASON = "no position 129: learned table has 128 rows for positions"
+REASON = "no position 129: its table has 128 rows for positions"
 
 
 def curve(name: str, ppl: dict[int, float], **more: object) -> LengthCurve:

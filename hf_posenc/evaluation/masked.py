@@ -18,10 +18,11 @@ from torch import nn
 from hf_posenc.errors import ConfigError, UnsupportedFamilyError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.documents import BOS_EVERY_WINDOW, BOS_NONE, Corpus, Documents
+from hf_posenc.evaluation.forward import device_of, forward
 from hf_posenc.evaluation.measure import Measurement
 from hf_posenc.evaluation.partial import DocumentScore
 from hf_posenc.evaluation.protocols import PSEUDO
-from hf_posenc.evaluation.scoring import device_of, token_nll
+from hf_posenc.evaluation.scoring import token_nll
 from hf_posenc.evaluation.subject import check_batch_size, check_lengths, prepare_for
 
 if TYPE_CHECKING:
@@ -142,12 +143,9 @@ class _Filler:
         rows = torch.arange(len(targets))
         inputs = framed.repeat(len(targets), 1)  # (b, n)
         inputs[rows, at] = self.frame.mask
-        output = self.model(input_ids=inputs.to(device_of(self.model)))
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != inputs.shape:
-            raise UnsupportedFamilyError(
-                f"{type(self.model).__name__} returns no logits for each token: load it with AutoModelForMaskedLM."
-            )
+        logits = forward(self.model, input_ids=inputs.to(device_of(self.model))).logits
+        if logits.shape[:2] != inputs.shape:
+            raise UnsupportedFamilyError(f"{type(self.model).__name__} does not return logits for each token.")
         picked = logits[rows.to(logits.device), at.to(logits.device)]  # (b, vocabulary)
         wanted = window[targets].to(logits.device)
         return float(token_nll(picked, wanted).sum()), int((picked.argmax(-1) == wanted).sum())

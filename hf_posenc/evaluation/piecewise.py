@@ -29,7 +29,7 @@ def feed_forward_layers(model: nn.Module) -> list[nn.Module]:
 def in_pieces(layers: Sequence[nn.Module], rows: int) -> Iterator[None]:
     """Within the block, each of the layers runs on at most so many tokens at a time: (b, n, hidden) -> the same.
 
-    A layer that is called with anything but one such tensor runs as it is.
+    A layer that is called with anything but one such tensor, or that gives anything but one, runs as it is.
     """
     try:
         for layer in layers:
@@ -45,6 +45,10 @@ def _split(forward: Callable[..., Any], rows: int) -> Callable[..., Any]:
         states = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(states, torch.Tensor) or states.dim() != 3 or states.shape[1] <= rows:
             return forward(*args, **kwargs)
-        return torch.cat([forward(piece) for piece in states.split(rows, dim=1)], dim=1)
+        first, *others = states.split(rows, dim=1)
+        made = forward(first)
+        if not isinstance(made, torch.Tensor):  # experts that also say how they were chosen
+            return forward(*args, **kwargs)
+        return torch.cat([made, *map(forward, others)], dim=1)
 
     return run

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedFamilyError
-from hf_posenc.evaluation.scoring import device_of, token_nll
+from hf_posenc.evaluation.forward import device_of, forward
+from hf_posenc.evaluation.scoring import token_nll
 
 
 class Reading:
@@ -62,11 +62,8 @@ class Reading:
         options: dict[str, Any] = {} if cache is None else {name: cache}
         if _takes(self._model, "logits_to_keep"):  # the logits of a long prompt take more memory than the model
             options["logits_to_keep"] = keep
-        output = self._model(input_ids=ids, use_cache=True, **options)
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.dim() != 3:
-            raise UnsupportedFamilyError(f"{type(self._model).__name__} returns no logits: it writes no answers.")
-        return logits, getattr(output, name, None)
+        output = forward(self._model, input_ids=ids, use_cache=True, **options)
+        return output.logits, getattr(output, name, None)
 
 
 def _takes(model: nn.Module, argument: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.evaluation.forward import device_of, forward
 from hf_posenc.evaluation.piecewise import ROWS, feed_forward_layers, in_pieces
 
 # Numbers in one piece of logits, 64 MiB in float32: large enough that pieces cost nothing, small beside any model.
@@ -102,12 +103,7 @@ class Scorer:
     def _logits(self, inputs: torch.Tensor, *, rows: int = ROWS) -> torch.Tensor:
         """Return the logits of every token, with feed-forward layers run on so many tokens at a time."""
         with in_pieces(self._layers, rows):
-            output = self._model(input_ids=inputs, use_cache=False)
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
-            raise UnsupportedFamilyError(
-                f"{type(self._model).__name__} returns no logits: load the model with AutoModelForCausalLM."
-            )
+            logits: torch.Tensor = forward(self._model, input_ids=inputs, use_cache=False).logits
         return logits
 
     def _run(self, inputs: torch.Tensor, scored: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,15 +148,6 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     return head if isinstance(head, nn.Module) else None
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return where token ids must lie: beside the input embedding, which may differ from the other weights."""
-    find = getattr(model, "get_input_embeddings", None)
-    embedding = find() if find is not None else None
-    source = embedding if isinstance(embedding, nn.Module) else model
-    first = next(source.parameters(), next(model.parameters(), None))
-    return torch.device("cpu") if first is None else first.device
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from torch import nn
 from hf_posenc.errors import DataError, UnsupportedFamilyError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.documents import BOS_NONE, Corpus, token_ids
+from hf_posenc.evaluation.forward import device_of, forward
 from hf_posenc.evaluation.measure import Measurement
 from hf_posenc.evaluation.partial import DocumentScore
 from hf_posenc.evaluation.protocols import BY_SOURCE
-from hf_posenc.evaluation.scoring import device_of, token_nll
-from hf_posenc.evaluation.subject import check_lengths
+from hf_posenc.evaluation.scoring import token_nll
+from hf_posenc.evaluation.subject import check_lengths, position_refusal, text_config
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -68,7 +69,10 @@ def seq2seq_perplexity_by_length(
     keys = [hashlib.sha256(_bytes(*pair)).hexdigest() for pair in zip(sources, targets, strict=True)]
     corpus = Corpus(targets, keys, None, len(targets), 0, BOS_NONE, None)
     longest = max(map(len, sources))
-    scorer = _Pairs(model, sources, targets)
+    most = max(map(len, targets))
+    if reason := position_refusal(model, most):
+        raise DataError(f"A target has {most} tokens: {reason}. Give shorter targets.")
+    scorer = _Pairs(model, sources, targets, _specials(model, tokenizer))
     return Measurement(
         model=model,
         tokenizer=tokenizer,
@@ -85,6 +89,24 @@ def seq2seq_perplexity_by_length(
     ).curve()
 
 
+def _specials(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Return the ids that may stand behind a source without being of it."""
+    if tokenizer is not None:
+        return frozenset(tokenizer.all_special_ids)
+    ends = getattr(text_config(model), "eos_token_id", None)
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _shortened(source: torch.Tensor, length: int, specials: frozenset[int]) -> torch.Tensor:
+    """Return the first `length` ids of a source; the special ones that end it (EOS) end the shortened one too."""
+    if len(source) <= length:
+        return source
+    ends = 0
+    while ends < length and int(source[-1 - ends]) in specials:
+        ends += 1
+    return torch.cat([source[: length - ends], source[len(source) - ends :]])
+
+
 def _bytes(source: torch.Tensor, target: torch.Tensor) -> bytes:
     return len(source).to_bytes(8, "big") + source.numpy().tobytes() + target.numpy().tobytes()
 
@@ -96,6 +118,7 @@ class _Pairs:
     model: nn.Module
     sources: Sequence[torch.Tensor]
     targets: Sequence[torch.Tensor]
+    specials: frozenset[int]
 
     def score(self, indices: Sequence[int], length: int) -> list[DocumentScore]:
         """Return the scores of these pairs with sources of at most this length."""
@@ -104,13 +127,11 @@ class _Pairs:
     def _pair(self, index: int, length: int) -> DocumentScore:
         device = device_of(self.model)
         source, target = self.sources[index], self.targets[index].to(device)
-        if len(source) > length:  # what ends a source (EOS) ends a shortened one too
-            source = torch.cat([source[: length - 1], source[-1:]])
-        output = self.model(input_ids=source[None].to(device), labels=target[None])
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != (1, len(target)):
+        source = _shortened(source, length, self.specials)
+        logits = forward(self.model, input_ids=source[None].to(device), labels=target[None]).logits
+        if logits.shape[:2] != (1, len(target)):
             raise UnsupportedFamilyError(
-                f"{type(self.model).__name__} returns no logits for each token of the target: load it with "
+                f"{type(self.model).__name__} does not return logits for each token of the target: load it with "
                 "AutoModelForSeq2SeqLM."
             )
         nll = float(token_nll(logits[0], target).sum())

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.evaluation.forward import forward
 from hf_posenc.evaluation.scoring import token_nll
 from hf_posenc.family import find_family
 from hf_posenc.length import table_start
@@ -102,9 +103,8 @@ def _masked_tokens(rows: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
 
 def _nll(model: PreTrainedModel, ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
     """Return the nats of every target, (number of targets,) float64 on the CPU; the other arguments are (b, n)."""
-    output: Any = model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions)
-    logits = getattr(output, "logits", None)
-    if logits is None or logits.shape[:2] != ids.shape:
+    logits = forward(model, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions).logits
+    if logits.shape[:2] != ids.shape:
         raise UnsupportedFamilyError(f"{type(model).__name__} returns no logits for every token.")
     return token_nll(logits[targets >= 0], targets[targets >= 0])
 

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hf_posenc.errors import ConfigError
+from hf_posenc.errors import ConfigError, UnsupportedFamilyError
 from hf_posenc.evaluation.documents import Corpus, Documents, prepare
+from hf_posenc.family import Family, find_family
 from hf_posenc.length import max_length
+from hf_posenc.length import trained_length as stated_length
 from hf_posenc.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_STRANGER = Family(model_types=(), attention=())  # its config is read as most are
+
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
     """Return the window lengths sorted and without duplicates, or raise `ConfigError` for one that is none."""
-    wrong = [length for length in lengths if isinstance(length, bool) or not isinstance(length, int) or length < 1]
-    if wrong or not lengths:
-        raise ConfigError(f"lengths must be positive integers, such as [128, 256, 512]; got {list(lengths)!r}.")
-    return sorted(set(lengths))
+    given: Any = list(lengths) if isinstance(lengths, Iterable) else []
+    if not given or any(isinstance(length, bool) or not isinstance(length, int) or length < 1 for length in given):
+        raise ConfigError(f"lengths must be a list of positive integers, such as [128, 256, 512]; got {lengths!r}.")
+    return sorted(set(given))
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -65,7 +69,7 @@ def position_refusal(model: nn.Module, length: int) -> str | None:
     limit = _limit(model)
     if limit is None or length <= limit:
         return None
-    return f"no position {limit + 1}: learned table has {limit} rows for positions"
+    return f"no position {limit + 1}: its table has {limit} rows for positions"
 
 
 def _limit(model: nn.Module) -> int | None:
@@ -90,16 +94,21 @@ def dtype_name(model: nn.Module) -> str:
 
 
 def trained_length(model: nn.Module) -> int | None:
-    """Return the length the config says the model was trained for: the original one where a scaling records it."""
+    """Return the length a model was trained for as its config or its family's record says it, None where none does.
+
+    Where a scaling or a patch records the original length, that one.
+    """
     config = text_config(model)
-    rope = getattr(config, "rope_parameters", None)
-    scaled = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
-    original = getattr(config, "original_max_position_embeddings", None) or scaled
-    stated = original or getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if not isinstance(stated, (int, float)) or stated <= 0:
+    try:
+        family = find_family(getattr(config, "model_type", ""))
+    except UnsupportedFamilyError:
+        family = _STRANGER
+    try:
+        stated = stated_length(family, config)
+    except UnsupportedFamilyError:
         return None
-    limit = _limit(model)  # RoBERTa's config counts the rows before position 0
-    return int(stated) if limit is None else min(int(stated), limit)
+    limit = _limit(model)  # RoBERTa's config counts the rows before position 0, and relatives without a record do
+    return stated if limit is None else min(stated, limit)
 
 
 def model_hash(model: nn.Module) -> str | None:

@@ -12,5 +12,6 @@ register_family(
         partial_rotary=True,
         interleaved=True,
         sine_first=True,
+        ends=True,
     )
 )

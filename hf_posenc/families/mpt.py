@@ -9,6 +9,7 @@ register_family(
         model_types=("mpt",),
         attention=("MptAttention",),
         length="max_seq_len",
+        ends=True,
         declared=DeclaredAttention(
             projections=("Wqkv",),
             output="out_proj",

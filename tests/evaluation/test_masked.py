@@ -104,12 +104,12 @@ def t5() -> Any:
 def test_targets_are_scored_under_the_first_tokens_of_their_source() -> None:
     model = t5()
     rows = random_documents(40, 7, 12, 5)
-    pairs = [(rows[0], rows[1]), (rows[2], rows[3])]
+    pairs = [([*rows[0], 1], rows[1]), ([*rows[2], 1], rows[3])]  # 1 is EOS, which ends a shortened source too
     curve = seq2seq_perplexity_by_length(model, pairs, [8, 16, 64])
     for length in (8, 16, 64):
         total = 0.0
         for source, target in pairs:
-            cut = source if len(source) <= length else [*source[: length - 1], source[-1]]
+            cut = source if len(source) <= length else [*source[: length - 1], 1]
             with torch.no_grad():
                 logits = model(
                     input_ids=torch.tensor([cut]), decoder_input_ids=torch.tensor([[0, *target[:-1]]])
@@ -117,6 +117,6 @@ def test_targets_are_scored_under_the_first_tokens_of_their_source() -> None:
             total += torch.nn.functional.cross_entropy(logits.double(), torch.tensor(target), reduction="sum").item()
         assert curve.nll_sum[length] == pytest.approx(total, rel=1e-6)
     assert set(curve.n_tokens.values()) == {12}
-    assert (curve.protocol, curve.window[64]) == ("by_source", 40)
+    assert (curve.protocol, curve.window[64]) == ("by_source", 41)
     with pytest.raises(DataError, match="Pair 0 has an empty"):
         seq2seq_perplexity_by_length(model, [([], [3])], [8])

@@ -100,7 +100,7 @@ def test_a_length_past_the_table_is_a_row_that_says_so(build: Callable[[], nn.Mo
     curve = perplexity_by_length(build(), random_documents(200), [128, 32, 64])
     assert curve.lengths == (32, 64, 128)
     assert set(curve.ppl) == {32, 64}
-    assert curve.refused[128].startswith("no position 65: learned table has 64 rows")
+    assert curve.refused[128].startswith("no position 65: its table has 64 rows")
 
 
 class _StopsAt40(nn.Module):

@@ -131,7 +131,7 @@ def refuse_long(_: nn.Module, args: Any, kwargs: Any) -> None:
 
 def test_lengths_past_a_table_are_refused_and_the_others_measured() -> None:
     grid = retrieval_by_length(gpt2(300), CHARACTERS, [301, 300], **FEW)
-    assert grid.refused == {301: "no position 301: learned table has 300 rows for positions"}
+    assert grid.refused == {301: "no position 301: its table has 300 rows for positions"}
     assert [*grid.score] == [300]
     broken = llama()
     broken.lm_head.weight.data.fill_(float("nan"))  # type: ignore[union-attr, operator]
