@@ -14,6 +14,7 @@ import evaluate
 import torch
 
 from hf_posenc.errors import DataError
+from hf_posenc.evaluation.result import perplexity
 from hf_posenc.evaluation.scoring import token_nll
 
 _IGNORED = -100
@@ -68,5 +69,5 @@ class Perplexity(evaluate.Metric):  # type: ignore[misc]  # evaluate has no type
         total, count = math.fsum(predictions), sum(references)
         if count == 0:
             raise DataError("No label is scored: a window needs two tokens, one to predict the other.")
-        found = {"perplexity": math.exp(total / count), "nll": total / count, "nll_sum": total, "n_tokens": count}
+        found = {"perplexity": perplexity(total / count), "nll": total / count, "nll_sum": total, "n_tokens": count}
         return found if n_bytes is None else found | {"bits_per_byte": total / math.log(2) / n_bytes}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_posenc.evaluation.protocols import PROTOCOLS
-from hf_posenc.evaluation.result import Result
+from hf_posenc.evaluation.result import Result, json_ready, perplexity
 
 _TOLERANCE = 0.01  # of the loss at the trained length, within which a longer context still counts as good
 _BY_LENGTH = ("nll_sum", "n_tokens", "n_correct", "origin_nll", "stderr", "interval", "window", "stride", "refused")
@@ -63,12 +63,12 @@ class LengthCurve(Result):
     @property
     def ppl(self) -> dict[int, float]:
         """Perplexity: e to the mean nats per token."""
-        return {length: _exp(nats) for length, nats in self.nll.items()}
+        return {length: perplexity(nats) for length, nats in self.nll.items()}
 
     @property
     def origin_ppl(self) -> dict[int, float]:
         """Perplexity as the protocol's origin reports it, equal to `ppl` where there every token weighs the same."""
-        return {length: _exp(nats) for length, nats in self.origin_nll.items()}
+        return {length: perplexity(nats) for length, nats in self.origin_nll.items()}
 
     @property
     def accuracy(self) -> dict[int, float]:
@@ -79,7 +79,8 @@ class LengthCurve(Result):
     def ppl_interval(self) -> dict[int, tuple[float, float] | None]:
         """The 95 % bootstrap interval of the perplexity, None where a single document allows none."""
         return {
-            length: None if nats is None else (_exp(nats[0]), _exp(nats[1])) for length, nats in self.interval.items()
+            length: None if nats is None else (perplexity(nats[0]), perplexity(nats[1]))
+            for length, nats in self.interval.items()
         }
 
     @property
@@ -95,11 +96,14 @@ class LengthCurve(Result):
         return {length: total / scale for length, total in self.nll_sum.items()}
 
     @property
+    def in_range_length(self) -> int | None:
+        """The largest measured length within `trained_length`, None where there is none or that is not known."""
+        return max((length for length in self.nll_sum if length <= (self.trained_length or 0)), default=None)
+
+    @property
     def reference_length(self) -> int | None:
-        """The in-range length `ratio` divides by: the largest measured one within `trained_length`, else the first."""
-        measured = sorted(self.nll_sum)
-        within = [length for length in measured if self.trained_length is not None and length <= self.trained_length]
-        return within[-1] if within else next(iter(measured), None)
+        """The length `ratio` divides by: `in_range_length`, or the shortest measured one where there is none."""
+        return self.in_range_length or min(self.nll_sum, default=None)
 
     @property
     def ratio(self) -> dict[int, float]:
@@ -108,7 +112,7 @@ class LengthCurve(Result):
         if reference is None:
             return {}
         base = self.nll[reference]
-        return {length: _exp(nats - base) for length, nats in self.nll.items()}
+        return {length: perplexity(nats - base) for length, nats in self.nll.items()}
 
     @property
     def gain(self) -> dict[int, float]:
@@ -120,11 +124,11 @@ class LengthCurve(Result):
     def effective_length(self) -> int | None:
         """The length up to which context does no harm: the last one before the loss first rises over its tolerance.
 
-        From `reference_length` on, every length up to it has at most 1.01 times the loss at `reference_length`.
-        Measured with protocol "fixed_target", where all lengths score the same targets, this is the effective context
-        length; None where nothing was measured.
+        From `in_range_length` on, every length up to it has at most 1.01 times the loss there. Measured with protocol
+        "fixed_target", where all lengths score the same targets, this is the effective context length; None where no
+        length was measured that the model is known to be trained for.
         """
-        nll, reference = self.nll, self.reference_length
+        nll, reference = self.nll, self.in_range_length
         if reference is None:
             return None
         found = reference
@@ -147,7 +151,8 @@ class LengthCurve(Result):
             "effective_length",
         )
         data = asdict(self) | {name: getattr(self, name) for name in derived}
-        return {key: _json_ready(value) for key, value in data.items()}
+        ready: dict[str, Any] = json_ready(data)
+        return ready
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LengthCurve:
@@ -164,17 +169,3 @@ class LengthCurve(Result):
 
 def _from_json(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _json_ready(value: Any) -> Any:
-    """Return `value` as JSON knows it: string keys, lists, null for an infinite perplexity."""
-    if isinstance(value, dict):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_json_ready(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _exp(nats: float) -> float:
-    """e to `nats`, infinite where a double cannot hold it (a model that is sure and always wrong)."""
-    return math.exp(nats) if nats < 709.0 else math.inf

@@ -231,9 +231,10 @@ def token_ids(
 
 def _check_vocabulary(ids: torch.Tensor, index: int, vocab_size: int | None) -> None:
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = low if low < 0 else high
+    if low < 0:
+        raise DataError(f"Document {index} holds the token id {low}, and ids begin at 0.")
+    if vocab_size is not None and high >= vocab_size:
         raise DataError(
-            f"Document {index} holds the token id {wrong}, and the model's vocabulary has {vocab_size} tokens. "
+            f"Document {index} holds the token id {high}, and the model's vocabulary has {vocab_size} tokens. "
             "Tokenise with the model's own tokenizer."
         )

@@ -30,8 +30,8 @@ def forward(model: nn.Module, **inputs: Any) -> Any:
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
         raise UnsupportedFamilyError(
-            f"{type(model).__name__} returns no logits for each token: load it with the auto class of a language model, "
-            "such as AutoModelForCausalLM."
+            f"{type(model).__name__} returns no logits for each token: load it with the auto class of a language "
+            "model, such as AutoModelForCausalLM."
         )
     return output
 

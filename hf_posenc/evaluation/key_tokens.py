@@ -24,7 +24,7 @@ from hf_posenc.evaluation.first_windows import FirstWindows, finite
 from hf_posenc.evaluation.intervals import bootstrap
 from hf_posenc.evaluation.partial import PartialScores
 from hf_posenc.evaluation.protocols import KEY_TOKENS
-from hf_posenc.evaluation.result import Result
+from hf_posenc.evaluation.result import Result, json_ready, perplexity
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
 from hf_posenc.evaluation.subject import (
     check_batch_size,
@@ -82,12 +82,12 @@ class KeyTokenPerplexity(Result):
     @property
     def ppl(self) -> float | None:
         """Perplexity on the key tokens, each weighing the same; None where no token is one."""
-        return math.exp(self.key_nll_sum / self.n_keys) if self.n_keys else None
+        return perplexity(self.key_nll_sum / self.n_keys) if self.n_keys else None
 
     @property
     def plain_ppl(self) -> float:
         """Perplexity on all tokens."""
-        return math.exp(self.nll_sum / self.n_tokens)
+        return perplexity(self.nll_sum / self.n_tokens)
 
     @property
     def variant(self) -> str:
@@ -99,7 +99,8 @@ class KeyTokenPerplexity(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data: the fields, and the derived numbers."""
         derived = {"ppl": self.ppl, "plain_ppl": self.plain_ppl, "variant": self.variant}
-        return asdict(self) | derived | {"interval": None if self.interval is None else list(self.interval)}
+        ready: dict[str, Any] = json_ready(asdict(self) | derived)
+        return ready
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KeyTokenPerplexity:

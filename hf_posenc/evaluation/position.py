@@ -17,7 +17,7 @@ from hf_posenc.evaluation.first_windows import FirstWindows, finite
 from hf_posenc.evaluation.intervals import bootstrap
 from hf_posenc.evaluation.partial import PartialScores
 from hf_posenc.evaluation.protocols import BY_POSITION
-from hf_posenc.evaluation.result import Result
+from hf_posenc.evaluation.result import Result, json_ready, perplexity
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
 from hf_posenc.evaluation.subject import (
     check_batch_size,
@@ -60,7 +60,7 @@ class PositionCurve(Result):
     @property
     def ppl(self) -> tuple[float, ...]:
         """Perplexity of each bin."""
-        return tuple(float(value) for value in np.exp(self.nll))
+        return tuple(map(perplexity, self.nll))
 
     @property
     def effective_length(self) -> int | None:
@@ -81,7 +81,8 @@ class PositionCurve(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        ready: dict[str, Any] = json_ready(asdict(self))
+        return ready
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PositionCurve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -42,6 +43,20 @@ class Result:
         if missing := sorted(name for name in needed if name not in data):
             raise DataError(f"This is no {called}: {', '.join(missing)} missing. Evaluate the model again.")
         return {field.name: data[field.name] for field in fields(cls) if field.name in data}
+
+
+def perplexity(nats: float) -> float:
+    """Return e to nats per token, infinite where a double cannot hold it: a model that is sure and always wrong."""
+    return math.exp(nats) if nats < 709.0 else math.inf
+
+
+def json_ready(value: Any) -> Any:
+    """Return `value` as JSON knows it: string keys, lists, null for a number that is none or infinite."""
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [json_ready(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_alike(results: Sequence[Result], names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from hf_posenc.evaluation.intervals import wilson
-from hf_posenc.evaluation.result import Result
+from hf_posenc.evaluation.result import Result, json_ready
 
 PASSED = 0.2
 """Share of right answers from which on a length counts as reached (Chen et al. 2023, section 3.3)."""
@@ -118,7 +118,8 @@ class RetrievalGrid(Result):
         }
         data["cells"] = [{"length": at[0], "depth": at[1], "score": score} for at, score in self.cells.items()]
         data["effective_length"] = self.effective_length()
-        return {key: _json_ready(value) for key, value in data.items()}
+        ready: dict[str, Any] = json_ready(data)
+        return ready
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RetrievalGrid:
@@ -146,9 +147,3 @@ class RetrievalGrid(Result):
 
 def _margins(trials: list[Trial]) -> list[float]:
     return [trial.margin for trial in trials if trial.margin is not None]
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    return [_json_ready(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -117,9 +117,10 @@ def model_hash(model: nn.Module) -> str | None:
     None where weights lie out of reach (on the meta device, offloaded).
     """
     digest = hashlib.sha256()
-    config = getattr(model, "config", None)
-    positions = {name: getattr(config, name, None) for name in ("posenc", "rope_parameters")}
-    digest.update(json.dumps(positions, sort_keys=True, default=str).encode())
+    config, text = getattr(model, "config", None), text_config(model)
+    for stated in (config,) if text is config else (config, text):
+        positions = {name: getattr(stated, name, None) for name in ("posenc", "rope_parameters")}
+        digest.update(json.dumps(positions, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(weight, torch.Tensor) or weight.is_meta:
             return None

@@ -63,9 +63,9 @@ BITS_PER_BYTE = Quantity(
 )
 RATIO = Quantity(
     name="ratio",
-    axis="perplexity relative to the trained length (1 = nothing lost)",
+    axis="perplexity relative to that at the trained length (1 = nothing lost)",
     log=True,
-    values=lambda curve: curve.ratio,
+    values=lambda curve: {} if curve.in_range_length is None else curve.ratio,
 )
 GAIN = Quantity(
     name="gain from context",

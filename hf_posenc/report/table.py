@@ -17,7 +17,7 @@ OVERLAP_NOTE = (
     "without overlap, the first tokens of every window count too: they have little context, which costs, and stand at "
     "places a model knows, which hides what happens past them"
 )
-_BITS_NOTE = "at the longest length within the trained one; compare models of different tokenizers by this"
+_BITS_NOTE = "at the longest length within the trained one, or the shortest of all; compare models of different tokenizers by this"
 _EFFECTIVE_NOTE = "up to here, longer context keeps the loss within 1 % of that at the trained length"
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -151,6 +151,8 @@ def _bits_cell(curve: LengthCurve) -> str:
 
 def _effective_cell(curve: LengthCurve) -> str:
     """The effective length, where only the context grew; "or more" where it is the longest that was asked for."""
-    if curve.protocol != FIXED_TARGET or curve.effective_length is None:
+    if curve.protocol != FIXED_TARGET:
         return ""
+    if curve.effective_length is None:
+        return "not known"
     return f"{curve.effective_length:,}" + (" or more" if curve.effective_length == curve.lengths[-1] else "")

@@ -101,4 +101,5 @@ def _plot(panel: Panel, folder: Path, suffix: str, title: str) -> None:
     growing = [curve for curve in panel.curves if curve.protocol == FIXED_TARGET and curve.ppl]
     if growing:
         plot_lengths(growing, folder / f"gain{suffix}", title="What context brings", quantity=GAIN)
+    if any(curve.effective_length is not None for curve in growing):
         plot_effective_lengths(growing, folder / f"effective_length{suffix}")

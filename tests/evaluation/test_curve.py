@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,9 @@ from transformers import AutoTokenizer, LlavaConfig
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve, perplexity_by_length
 from hf_posenc.evaluation.intervals import bootstrap, standard_error
-from hf_posenc.evaluation.subject import tokenizer_hash, trained_length
+from hf_posenc.evaluation.subject import model_hash, tokenizer_hash, trained_length
+from hf_posenc.plots import RATIO
+from hf_posenc.report import length_grid
 from tests.evaluation.models import curve_of, gpt2, llama, random_documents
 from tests.evaluation.retrievers import characters
 
@@ -102,6 +105,27 @@ def test_the_gain_is_against_the_shortest_length_and_the_effective_length_stops_
     assert curve.gain[32] == 0.0
     assert curve.gain[256] == pytest.approx(0.6)
     assert curve_of(nll_sum={}, n_tokens={}).effective_length is None
+
+
+@pytest.mark.parametrize("trained", [None, 16])
+def test_without_a_length_in_range_nothing_is_said_to_last_or_to_be_lost(trained: int | None) -> None:
+    """Against the shortest window, whose tokens have hardly any context, every longer one looks good."""
+    curve = curve_of(nll_sum={32: 50.0, 64: 30.0, 128: 40.0}, n_tokens=dict.fromkeys((32, 64, 128), 10))
+    curve = dataclasses.replace(curve, trained_length=trained, protocol="fixed_target")
+    assert curve.effective_length is None
+    assert RATIO.values(curve) == {}
+    grid = length_grid([curve])
+    assert grid.rows[0][-1] == "not known"
+
+
+def test_the_weights_of_a_text_side_with_another_rotation_are_another_model() -> None:
+    model = torch.nn.Linear(1, 1)
+    hashes = set()
+    for theta in (1e4, 1e5):
+        rotation = {"rope_type": "default", "rope_theta": theta}
+        model.config = LlavaConfig(text_config={"model_type": "llama", "rope_parameters": rotation})
+        hashes.add(model_hash(model))
+    assert len(hashes) == 2
 
 
 def test_bits_per_byte_need_every_target_once() -> None:

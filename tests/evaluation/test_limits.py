@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import BartConfig, BartForConditionalGeneration, GPT2LMHeadModel
-from transformers import BloomConfig, BloomForCausalLM
+from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration, BloomConfig, BloomForCausalLM, GPT2LMHeadModel
 
 from hf_posenc.errors import ConfigError, DataError
-from hf_posenc.evaluation import perplexity_by_length, seq2seq_perplexity_by_length
+from hf_posenc.evaluation import (
+    key_token_perplexity,
+    perplexity_by_length,
+    perplexity_by_position,
+    seq2seq_perplexity_by_length,
+)
+from hf_posenc.evaluation.scoring import token_nll
 from hf_posenc.evaluation.seq2seq import _shortened
 from hf_posenc.evaluation.subject import trained_length
-from tests.evaluation.models import SMALL, VOCABULARY, gpt2, random_documents
+from tests.evaluation.models import VOCABULARY, gpt2, llama, random_documents
 from tests.families.models import fresh
 
 DOCUMENTS = [[token % 60 for token in document] for document in random_documents(100, 3)]
@@ -132,3 +141,47 @@ def test_a_target_longer_than_the_decoder_is_refused_before_any_work() -> None:
     model = BartForConditionalGeneration(config)
     with pytest.raises(DataError, match="A target has 40 tokens: no position 33"):
         seq2seq_perplexity_by_length(model, [([5, 6], list(range(4, 44)))], [2])
+
+
+class NeighbourFeedForward(nn.Module):
+    """Named as a feed-forward layer, and takes in the token before."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return (b, n, hidden) states, each with half of the one before it."""
+        return states + nn.functional.pad(states, (0, 0, 1, 0))[:, :-1] / 2
+
+
+class Neighbours(nn.Module):
+    """A causal model of one such layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(60, 60)
+        self.mix = NeighbourFeedForward()
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+        """Logits (b, n, vocabulary)."""
+        return SimpleNamespace(logits=self.mix(self.embedding(input_ids)))
+
+
+def test_layers_that_mix_tokens_are_not_cut_into_pieces_whatever_the_first_document() -> None:
+    torch.manual_seed(0)
+    model, long = Neighbours(), DOCUMENTS[0] * 25
+    whole = token_nll(model(input_ids=torch.tensor([long[:-1]])).logits[0].detach(), torch.tensor(long[1:]))
+    for documents in ([long], [[5, 6], long]):
+        found = perplexity_by_length(model, documents, [3000])
+        expected = whole.sum() + (len(documents) - 1) * perplexity_by_length(model, [[5, 6]], [8]).nll_sum[8]
+        assert found.nll_sum[3000] == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_a_model_that_is_sure_and_wrong_has_an_infinite_perplexity_everywhere() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e5)  # type: ignore[union-attr, operator]
+    keys = key_token_perplexity(model, DOCUMENTS, 64)
+    assert keys.plain_ppl == math.inf
+    assert keys.to_dict()["plain_ppl"] is None
+    positions = perplexity_by_position(model, DOCUMENTS, 64)
+    assert math.inf in positions.ppl
+    for result in (keys, positions, perplexity_by_length(model, DOCUMENTS, [64])):
+        json.dumps(result.to_dict(), allow_nan=False)
