@@ -69,6 +69,11 @@ class Corpus:
         """Number of targets of the longest document."""
         return max(self.sizes)
 
+    @property
+    def probe(self) -> torch.Tensor:
+        """The longest document, on which it shows best whether a model can be run in pieces."""
+        return max(self.documents, key=len)
+
     def filling(self, length: int) -> Corpus:
         """Return the documents with at least `length` targets.
 

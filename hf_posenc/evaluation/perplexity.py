@@ -70,7 +70,6 @@ def perplexity_by_length(
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=bos, joined=chosen.joined)
     corpus = corpus.filling(ordered[-1]) if chosen.fills else corpus
     _check_windows(chosen, corpus, strides)
-    probe = max(corpus.documents, key=len)  # long enough to show whether the model can be run in pieces
     return Measurement(
         model=model,
         tokenizer=tokenizer,
@@ -81,7 +80,7 @@ def perplexity_by_length(
         keys=corpus.id_digests,
         used={length: min(chosen.inputs(length), corpus.longest) for length in ordered},
         strides=strides,
-        scoring=lambda: _Windows(Scorer(model, probe), corpus, chosen, strides, batch_size).score,
+        scoring=lambda: _Windows(Scorer(model, corpus.probe), corpus, chosen, strides, batch_size).score,
         group=batch_size,
         processes=processes,
         partial=partial,

@@ -171,7 +171,7 @@ def _sums(
     """Return the nats of each document's first window summed over each bin: (documents, bins) float64."""
     length = edges[-1]
     with evaluation_mode(model):
-        scorer = Scorer(model, corpus.documents[0])
+        scorer = Scorer(model, corpus.probe)
 
         def score(windows: Tensor) -> np.ndarray:
             sums: np.ndarray = np.add.reduceat(finite(scorer.nll(windows, length)), edges[:-1], axis=1)

@@ -17,7 +17,7 @@ OVERLAP_NOTE = (
     "without overlap, the first tokens of every window count too: they have little context, which costs, and stand at "
     "places a model knows, which hides what happens past them"
 )
-_BITS_NOTE = "at the longest length within the trained one, or the shortest of all; compare models of different tokenizers by this"
+_BITS_NOTE = "at the longest length within the trained one, or the shortest of all; compares across tokenizers"
 _EFFECTIVE_NOTE = "up to here, longer context keeps the loss within 1 % of that at the trained length"
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
