@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, table, output, sums = ctx.saved_tensors
         wide = table.dtype  # sums over chunks do not suffer from half precision
         d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if ctx.needs_input_grad[3] else None
-        d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        d_key, d_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
         with exactly(query.device):
             for some, band in ctx.bands:
                 row, near = table[some], [_side_by_side(x, some, ctx.bands) for x in (key, value)]
@@ -138,14 +138,15 @@ class _Attention(torch.autograd.Function):
                     mask = band.mask(row, part, seen)
                     states = [_turned(x, some, part) for x in (gradient, query, output, sums)]
                     states += [x[:, :, seen][:, some] for x in near]
+                    of_key, of_value = d_key[:, some, seen], d_value[:, some, seen]
                     if d_table is None:
-                        found = _kernel_gradients(*states, mask=mask, scale=ctx.scale)
+                        of_query = _add_gradients(*states, of_key, of_value, mask=mask, scale=ctx.scale)
                     else:
                         along = band.row(d_row, part, seen)
-                        found = _trained_gradients(*states, mask=mask, row=along, scale=ctx.scale)
-                    d_query[:, some, part] = found[0].flip(2).to(query.dtype)
-                    d_key[:, some, seen] += found[1].to(wide)
-                    d_value[:, some, seen] += found[2].to(wide)
+                        of_query = _add_all_gradients(*states, of_key, of_value, along, mask=mask, scale=ctx.scale)
+                    d_query[:, some, part] = of_query.flip(2).to(query.dtype)
+                    if isinstance(some, list):  # these are copies then
+                        d_key[:, some, seen], d_value[:, some, seen] = of_key, of_value
                 if d_table is not None:
                     d_table[some] = d_row
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table, None, None
@@ -165,38 +166,46 @@ def _turned(states: Tensor, some: Heads, part: slice) -> Tensor:
     return states[:, :, part][:, some].flip(2).contiguous()
 
 
-def _kernel_gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value that the kernel gives for one chunk."""
-    gradient, query, output, sums, key, value = states
-    found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+def _add_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Add to the gradients of key and value what the kernel gives for one chunk, and return that of the query."""
+    gradient, query, output, sums, key, value, d_key, d_value = states
+    d_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, sums, 0.0, False, attn_mask=mask, scale=scale
     )
+    d_key += of_key
+    d_value += of_value
+    found: Tensor = d_query
     return found
 
 
-def _trained_gradients(*states: Tensor, mask: Tensor, row: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value for one chunk, and add that of the bias to its `row`.
+def _add_all_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Add to the gradients of key, value and the row of the bias those of one chunk, and return that of the query.
 
     With P the weights and dP = dO V^T, the gradient of the scores is dS = P (dP - rowsum(dO O)). Its sums along the
     diagonals are those of the columns of a buffer into which every row is written one further to the right.
     """
-    gradient, query, output, sums, key, value = (x.to(mask.dtype) for x in states)
+    gradient, query, output, sums, key, value, d_key, d_value, d_row = (x.to(mask.dtype) for x in states)
     query, total = query * scale, (gradient * output).sum(-1, keepdim=True)
-    found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    d_query = torch.empty_like(query)
     heads, queries, keys = mask.shape[1:]
-    skewed = mask.new_zeros(min(heads, max(1, AT_ONCE // (queries * keys))), queries, queries + keys - 1)
-    diagonals = skewed.as_strided((len(skewed), queries, keys), (skewed.stride(0), queries + keys, 1))
+    size = min(heads, max(1, AT_ONCE // (queries * keys))), queries, keys
+    skewed = mask.new_zeros(*size[:2], queries + keys - 1)
+    diagonals = skewed.as_strided(size, (skewed.stride(0), queries + keys, 1))
+    buffer = mask.new_empty(size)
     for index in range(len(query)):
-        for begin in range(0, heads, len(skewed)):
-            some = slice(begin, min(begin + len(skewed), heads))
+        for begin in range(0, heads, len(buffer)):
+            some = slice(begin, min(begin + len(buffer), heads))
             q, k, v, g = (x[index, some] for x in (query, key, value, gradient))
-            weights = torch.baddbmm(mask[0, some], q, k.mT).sub_(sums[index, some, :, None]).exp_()  # (h, q, k)
-            scores = torch.bmm(g, v.mT).sub_(total[index, some]).mul_(weights)
-            diagonals[: len(q)].copy_(scores)
-            row[some] += skewed[: len(q)].sum(1)
-            for gradients, product in zip(found, (scores @ k * scale, scores.mT @ q, weights.mT @ g), strict=True):
-                gradients[index, some] = product
-    return found
+            weights = (
+                torch.baddbmm(mask[0, some], q, k.mT, out=buffer[: len(q)]).sub_(sums[index, some, :, None]).exp_()
+            )
+            scores = torch.bmm(g, v.mT).sub_(total[index, some])
+            scores = torch.mul(scores, weights, out=diagonals[: len(q)])
+            d_row[some] += skewed[: len(q)].sum(1)
+            d_query[index, some] = torch.bmm(scores, k)
+            d_key[index, some].baddbmm_(scores.mT, q)
+            d_value[index, some].baddbmm_(weights.mT, g)
+    return d_query.mul_(scale)
 
 
 @functools.cache
