@@ -79,9 +79,5 @@ def test_eight_thousand_tokens_take_a_quarter_of_what_all_logits_take() -> None:
 
 @pytest.mark.slow
 def test_sixty_four_thousand_tokens_of_a_rotary_gpt2_small_fit_in_four_gib() -> None:
-    """With 1 of its 12 layers, and the weights of the others: what a layer computes is given back after it."""
-    one = measured("rope", 1, 65536)
-    eleven_layers = 11 * (12 * 768**2 + 13 * 768) * 4 / 2**20
-    assert one["total"] + eleven_layers <= 4096
-    few, more = (measured("rope", layers, 8192) for layers in (1, 3))
-    assert more["above"] <= 1.1 * few["above"]
+    """The process in all, its weights and libraries included; about half an hour on one core."""
+    assert measured("rope", 12, 65536)["total"] <= 4096
