@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from hf_posenc.conversion.recipe import Recipe
-from hf_posenc.conversion.study import RUNGS, TARGETS, cells, study
+from hf_posenc.conversion.study import RUNGS, TARGETS, TEXTS, cells, study
 from hf_posenc.errors import PosencError
 
 
@@ -24,8 +24,9 @@ def main() -> int:
     parser.add_argument("--percents", nargs="*", type=float, default=[0.5, 1, 2, 5, 10], help="Of pretraining tokens.")
     parser.add_argument("--learning_rates", nargs="+", type=float, default=rates, help="The best one is reported.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Order of rows.")
+    parser.add_argument("--text", choices=list(TEXTS), default="unseen", help="By the original, in its pretraining.")
     asked = parser.parse_args()
-    todo = cells(asked.targets, asked.rungs, asked.percents, asked.learning_rates, asked.seeds)
+    todo = cells(asked.targets, asked.rungs, asked.percents, asked.learning_rates, asked.seeds, asked.text)
     try:
         print(study(asked.output, list(todo)))
     except PosencError as error:

@@ -53,7 +53,7 @@ class Stages:
         rotations: what calibration chooses from, where there is no parameter to fit (`rotation_choice`).
         train, held_out: datasets of packed rows.
         record: what came of every stage so far.
-        calibration: how well the encoding could be fitted, None where that was not done.
+        calibration: how well the encoding could be fitted, and whether the fit was `kept`; None where none was made.
         training: device, steps, tokens, seconds and losses of the training.
     """
 
@@ -121,9 +121,18 @@ class Stages:
             if self.rotations:
                 self._choose_rotation(some)
             else:
-                self.fitted_on = torch.tensor(some["input_ids"])
-                self.calibration = asdict(calibrate(model, original, self.fitted_on, self.plan.geometry))
+                self._calibrate(original, some)
             self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))
+
+    def _calibrate(self, original: PreTrainedModel, rows: Any) -> None:
+        """Fit the encoding to the scores that these rows lost; keep the fit where the loss on them is lower for it."""
+        own, before = copy.deepcopy(self.encoding.state_dict()), self.loss(rows)
+        self.fitted_on = torch.tensor(rows["input_ids"])
+        found = asdict(calibrate(self.model, original, self.fitted_on, self.plan.geometry))
+        kept = self.loss(rows) < before
+        if not kept:
+            self.encoding.load_state_dict(own)
+        self.calibration = found | {"kept": kept}
 
     def _choose_rotation(self, rows: Any) -> None:
         """Patch anew with the rotation under which the loss on these rows is lowest."""

@@ -7,7 +7,8 @@ the reason, and one without either was stopped and is run again. The report is w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,8 +20,10 @@ from hf_posenc.config import EncodingConfig, encoding
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.recipe import Absorb, Anneal, Calibrate, Distill, Layerwise, Recipe
 from hf_posenc.conversion.study_page import ORIGINAL
-from hf_posenc.conversion.study_report import LENGTHS, RESULT, SLIDING, write_report
-from hf_posenc.data import HELD_OUT, load_documents, tokenize
+from hf_posenc.conversion.study_report import LENGTH, LENGTHS, RESULT, SLIDING, UNSEEN, write_report
+from hf_posenc.conversion.study_text import selection_rows, unseen_documents
+from hf_posenc.conversion.training import packed_perplexity
+from hf_posenc.data import HELD_OUT, Document, describe, load_documents, tokenize
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import perplexity_by_length
 
@@ -33,14 +36,16 @@ TARGETS: dict[str, EncodingConfig] = {
     "kerple": encoding("kerple", per_layer=True),
     "t5": encoding("t5", per_layer=True),
     "rope": encoding("rope"),
+    "fire": encoding("fire", per_layer=True),
     "nope": encoding("nope"),
     ORIGINAL: encoding("learned"),
 }
-FITTED = ("alibi", "kerple", "t5", "rope")
+FITTED = ("alibi", "kerple", "t5", "rope", "fire")
 """Targets with something to calibrate."""
 START: dict[str, Any] = {"absorb": Absorb(), "calibrate": Calibrate()}
 RUNGS: dict[str, dict[str, Any]] = {
     "naive": {},
+    "distill": {"distill": Distill()},
     "absorb": {"absorb": Absorb()},
     "start": START,
     "start+anneal": START | {"anneal": Anneal()},
@@ -49,6 +54,13 @@ RUNGS: dict[str, dict[str, Any]] = {
     "start+layerwise+distill": START | {"layerwise": Layerwise(), "distill": Distill()},
 }
 """Sets of stages; `start` is everything that comes before training."""
+OF_ORIGINAL = ("naive", "distill")
+"""Sets of stages by which the original is trained, to compare with: it needs no start."""
+TEXTS: dict[str, Callable[[], list[Document]]] = {
+    "seen": lambda: load_documents("embedded"),
+    UNSEEN: unseen_documents,
+}
+"""What is trained on: the text that the original was trained on, and text that it never saw."""
 
 
 @dataclass(frozen=True, order=True)
@@ -60,11 +72,12 @@ class Cell:
     target: str
     rung: str
     learning_rate: float = Recipe.learning_rate
+    text: str = UNSEEN
 
     @property
     def name(self) -> str:
         """The name of its folder."""
-        return f"{self.target}_{self.rung}_{self.percent:g}pct_lr{self.learning_rate:g}_seed{self.seed}"
+        return f"{self.target}_{self.rung}_{self.percent:g}pct_lr{self.learning_rate:g}_seed{self.seed}_{self.text}"
 
     def recipe(self, pretrained: int) -> Recipe:
         """Return its recipe; stages that the target has no use for are off."""
@@ -81,14 +94,16 @@ def cells(
     percents: Sequence[float],
     rates: Sequence[float],
     seeds: Sequence[int],
+    text: str,
 ) -> Iterator[Cell]:
-    """Yield the runs, the cheapest first; the original has no stages, and is trained once a budget, rate and seed."""
+    """Yield the runs, the cheapest first; the original has only what needs no start (`OF_ORIGINAL`)."""
     for percent in sorted(percents):
         for seed in seeds:
             for rate in rates:
                 for target in targets:
-                    for rung in ["naive"] if target == ORIGINAL else rungs:
-                        yield Cell(percent, seed, target, rung, rate)
+                    for rung in rungs:
+                        if target != ORIGINAL or rung in OF_ORIGINAL:
+                            yield Cell(percent, seed, target, rung, rate, text)
 
 
 def study(output: str | Path, todo: Sequence[Cell]) -> Path:
@@ -101,7 +116,8 @@ def study(output: str | Path, todo: Sequence[Cell]) -> Path:
     folder = Path(output)
     pretrained = int(json.loads((Path(BASE) / "training_log.json").read_text(encoding="utf-8"))["tokens_seen"])
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    train = tokenize(load_documents("embedded"), tokenizer)
+    documents = {name: TEXTS[name]() for name in dict.fromkeys(cell.text for cell in todo)}
+    train = {name: tokenize(texts, tokenizer) for name, texts in documents.items()}
     held_out = tokenize(load_documents("embedded", split=HELD_OUT), tokenizer)
     long = tokenize(load_documents("embedded", split=HELD_OUT, min_characters=CHARACTERS)[:DOCUMENTS], tokenizer)
     long = [text[: LENGTHS[-1]] for text in long]
@@ -114,12 +130,15 @@ def study(output: str | Path, todo: Sequence[Cell]) -> Path:
         (run / CONFIG).write_text(_json({**asdict(cell), "recipe": recipe.to_dict()}), encoding="utf-8")
         model = AutoModelForCausalLM.from_pretrained(BASE)
         try:
-            done = convert(model, TARGETS[cell.target], train, recipe, held_out=held_out, seed=cell.seed)
+            done = convert(model, TARGETS[cell.target], train[cell.text], recipe, held_out=held_out, seed=cell.seed)
         except PosencError as error:
             (run / CANCELLED).write_text(f"{error}\n", encoding="utf-8")
             continue
-        curves = {} if cell.target == ORIGINAL else _curves(done.model, long)
-        (run / RESULT).write_text(_json({**asdict(cell), **done.record, **curves}), encoding="utf-8")
+        selection = selection_rows(done.model, tokenizer, length=LENGTH)
+        found = {"selection_loss": math.log(packed_perplexity(done.model, selection))}
+        found |= {} if cell.target == ORIGINAL else _curves(done.model, long)
+        record = {**asdict(cell), **done.record, "documents": describe(documents[cell.text]), **found}
+        (run / RESULT).write_text(_json(record), encoding="utf-8")
         write_report(folder)
     return write_report(folder)
 

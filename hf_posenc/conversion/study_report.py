@@ -20,6 +20,7 @@ from hf_posenc.conversion.study_page import ORIGINAL, page_of
 LENGTH = 128
 LENGTHS = tuple(LENGTH * 2**step for step in range(5))
 SLIDING = (LENGTH, 8 * LENGTH)
+SEEN, UNSEEN = "seen", "unseen"
 RESULT, SUMMARY, PLOT, README = "result.json", "summary.json", "recovery.png", "README.md"
 Row = dict[str, Any]
 
@@ -39,26 +40,32 @@ def write_report(folder: Path) -> Path:
 def summarize(runs: Iterable[Row]) -> list[Row]:
     """Return a row for every target, set of stages, budget and learning rate, averaged over seeds.
 
-    Losses are in nats a token. `ratio` is perplexity over that of the original trained on as many tokens, at its best
-    learning rate, None where no such run is done; `of_original` over that of the original as it is; `spread` is the
-    ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other learning rate came lower.
+    Losses are in nats a token. `ratio` is perplexity over that of the original trained on as many tokens, by the text,
+    loss and rate with which it ends lowest, None where no such run is done; `of_original` over that of the original as it is; `spread` is the
+    ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other learning rate came lower
+    on the rows of the selection, which are not those that `end` is of (a run without them counts by its `end`).
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in runs:
-        key = (run["percent"], run["target"], run["rung"], run["learning_rate"])
+        key = (run["percent"], run["target"], label(run), run["learning_rate"])
         groups.setdefault(key, []).append(_measured(run))
     rows = [
         {**dict(zip(("percent", "target", "rung", "learning_rate"), key, strict=True)), **_mean(group)}
         for key, group in sorted(groups.items())
     ]
     for row in rows:
-        alike = [other["end"] for other in rows if _same(other, row, "percent", "target", "rung")]
-        row["best"] = row["end"] == min(alike)
+        alike = [other["selected"] for other in rows if _same(other, row, "percent", "target", "rung")]
+        row["best"] = row["selected"] == min(alike)
         trained = [o["end"] for o in rows if o["target"] == ORIGINAL and o["percent"] == row["percent"]]
         row["ratio"] = math.exp(row["end"] - min(trained)) if trained else None
         lost = row["replaced"] - min(trained, default=row["untrained"])
         row["recovery"] = (row["replaced"] - row["end"]) / lost if lost > 0 else None
     return rows
+
+
+def label(run: Row) -> str:
+    """Return the set of stages of a run, and beside it the text where that is the one that the original was trained on."""
+    return str(run["rung"]) if run.get("text", SEEN) == UNSEEN else f"{run['rung']}, {SEEN} text"
 
 
 def _measured(run: Row) -> Row:
@@ -67,7 +74,7 @@ def _measured(run: Row) -> Row:
     absorbed = stages.get("absorb", replaced)
     start, end = stages.get("calibrate", absorbed), run["stages"][-1]["after"]
     found = {"untrained": untrained, "replaced": replaced, "absorbed": absorbed, "start": start, "end": end}
-    found["seconds"] = run["seconds"]
+    found |= {"selected": run.get("selection_loss", end), "seconds": run["seconds"]}
     found["of_original"] = math.exp(end - untrained)
     for protocol in ("nonoverlapping", "sliding"):
         curve = run.get(protocol, {})
