@@ -89,7 +89,7 @@ class Distill(Stage):
         weight: of the divergence from the original; the loss on the text has the rest.
     """
 
-    weight: float = 0.9
+    weight: float = 0.8
     _limits: ClassVar[Mapping[str, tuple[float, float]]] = {"weight": (0.01, 1)}
 
 
