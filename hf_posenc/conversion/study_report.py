@@ -41,9 +41,10 @@ def summarize(runs: Iterable[Row]) -> list[Row]:
     """Return a row for every target, set of stages, budget and learning rate, averaged over seeds.
 
     Losses are in nats a token. `ratio` is perplexity over that of the original trained on as many tokens, by the text,
-    loss and rate with which it ends lowest, None where no such run is done; `of_original` over that of the original as it is; `spread` is the
-    ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other learning rate came lower
-    on the rows of the selection, which are not those that `end` is of (a run without them counts by its `end`).
+    loss and rate with which it ends lowest, None where no such run is done; `of_original` over that of the original as
+    it is; `spread` is the ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other
+    learning rate came lower on the rows of the selection, which are not those that `end` is of (a run without them
+    counts by its `end`).
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in runs:
@@ -64,7 +65,7 @@ def summarize(runs: Iterable[Row]) -> list[Row]:
 
 
 def label(run: Row) -> str:
-    """Return the set of stages of a run, and beside it the text where that is the one that the original was trained on."""
+    """Return the set of stages of a run, and that its text was in the pretraining, where it was."""
     return str(run["rung"]) if run.get("text", SEEN) == UNSEEN else f"{run['rung']}, {SEEN} text"
 
 

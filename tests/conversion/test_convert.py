@@ -9,50 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_posenc as posenc
-from hf_posenc.conversion import batches as module
+from hf_posenc.conversion import stages
 from hf_posenc.conversion.absorption import absorb, position_rows
 from hf_posenc.conversion.annealing import Fade, Rows, annealed
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
-from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
+from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Recipe
 from hf_posenc.conversion.rotation_choice import BASES
 from hf_posenc.conversion.stages import original_of
-from hf_posenc.errors import ConfigError, DataError, OutputExistsError, TrainingError, UnsupportedFamilyError
+from hf_posenc.errors import ConfigError, DataError, TrainingError, UnsupportedFamilyError
+from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, WORDS, difference, gpt2, ids, quick, texts
 
-WORDS, LENGTH = 60, 16
 PATHS = ["transformer.h.0", "transformer.h.1"]
-KERPLE = posenc.encoding("kerple", per_layer=True)
-SMALL: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-SMALL |= {"intermediate_size": 32, "max_position_embeddings": LENGTH}
-SIZES = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-
-
-def gpt2(**fields: Any) -> GPT2LMHeadModel:
-    """Return a small random GPT-2 in which positions matter."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**(sizes | SIZES | fields))).eval()
-    torch.nn.init.normal_(model.transformer.wpe.weight, mean=0.3, std=0.5)
-    return model
-
-
-def texts(rows: int = 40) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(3)
-    return [torch.randint(1, WORDS, (LENGTH - 1,), generator=draw).tolist() for _ in range(rows)]
-
-
-def ids(rows: int = 3) -> torch.Tensor:
-    return torch.tensor(texts(rows))
-
-
-def difference(one: Any, other: Any) -> float:
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -127,15 +99,6 @@ def test_layers_that_share_one_are_refused() -> None:
         layer_paths(["albert.encoder.albert_layer_groups.0.albert_layers.0.attention"] * 2)
 
 
-def quick(**fields: Any) -> Recipe:
-    """Return a recipe of few steps, without calibration."""
-    defaults = {"tokens": 6 * 4 * LENGTH, "batch_size": 4, "learning_rate": 1e-2}
-    return Recipe(**(defaults | {"absorb": Absorb(), "distill": Distill()} | fields))  # type: ignore[arg-type]
-
-
-CALIBRATED = {"calibrate": Calibrate(rows=4)}
-
-
 def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
     recipe = quick(anneal=Anneal(share=0.5), layerwise=Layerwise(share=0.3), **CALIBRATED)
     done = convert(gpt2(), KERPLE, texts(), recipe, output_dir=tmp_path / "run")
@@ -197,40 +160,6 @@ def test_training_helps() -> None:
     assert stages[-1]["after"] < stages[-1]["before"] - 0.5
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "anneal and layerwise": {"anneal": Anneal(share=0.5), "layerwise": Layerwise(share=0.5)} | CALIBRATED,
-    "reach": {"reach": Reach(factor=2.0)},
-    "LoRA": {"lora_rank": 2} | CALIBRATED,
-}
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way != "reach" else []) for way in WAYS])
-def test_a_killed_run_ends_as_one_that_was_not(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, encoding = quick(**WAYS[way]), posenc.RoPE() if way == "reach" else KERPLE
-    whole = convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "whole")
-    stock, calls = module.Batches.__call__, []
-
-    def killing(self: Any, rows: Any) -> Any:
-        calls.append(1)
-        if len(calls) == killed_at:
-            raise KeyboardInterrupt
-        return stock(self, rows)
-
-    killed_at = 9  # measuring takes a batch each time, four or five times: a step of training
-    monkeypatch.setattr(module.Batches, "__call__", killing)
-    with pytest.raises(KeyboardInterrupt):
-        convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed")
-    monkeypatch.setattr(module.Batches, "__call__", stock)
-    with pytest.raises(OutputExistsError, match="unfinished run"):
-        convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed")
-    with pytest.raises(ConfigError, match="started with seed 0, not 1"):
-        convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed", resume=True, seed=1)
-    resumed = convert(gpt2(), encoding, texts(), recipe, output_dir=tmp_path / "killed", resume=True)
-    assert resumed.record["resumed_from"] is not None
-    assert difference(whole.model, resumed.model) == 0
-    assert [stage["after"] for stage in whole.record["stages"]] == [s["after"] for s in resumed.record["stages"]]
-
-
 @pytest.mark.slow
 def test_rotary_sources_and_encoders_take_the_same_road() -> None:
     llama = LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=0))
@@ -280,3 +209,24 @@ def test_a_distilled_model_hears_the_original() -> None:
     recipe = quick(distill=Distill(weight=1.0), tokens=64, learning_rate=1e-9)
     done = convert(model, posenc.NoPE(), texts(), recipe)
     assert abs(done.record["losses"][0][1]) < 1e-6
+
+
+@pytest.mark.parametrize("worse", [True, False])
+def test_a_fit_is_kept_only_where_it_makes_the_loss_lower(worse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of random weights say little, so that a fit may do harm: here it is made to."""
+    fitted = stages.calibrate
+
+    def spoiling(model: Any, *given: Any) -> Any:
+        found = fitted(model, *given)
+        for weight in model.transformer.posenc.parameters():
+            torch.nn.init.constant_(weight, 3.0 if worse else 1e-3)
+        return found
+
+    monkeypatch.setattr(stages, "calibrate", spoiling)
+    losses = iter([2.0, 3.0 if worse else 1.0])
+    stock = stages.Stages.loss
+    monkeypatch.setattr(stages.Stages, "loss", lambda self, rows=None: stock(self) if rows is None else next(losses))
+    done = convert(gpt2(), KERPLE, texts(), quick(tokens=0, **CALIBRATED))
+    assert done.record["calibration"]["kept"] is not worse
+    left = float(next(done.model.transformer.posenc.parameters()).detach().max())
+    assert (left == pytest.approx(3.0 if worse else 1e-3)) is not worse
