@@ -45,7 +45,7 @@ def _split(forward: Callable[..., Any], rows: int) -> Callable[..., Any]:
         states = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(states, torch.Tensor) or states.dim() != 3 or states.shape[1] <= rows:
             return forward(*args, **kwargs)
-        first, *others = states.split(rows, dim=1)
+        first, *others = (piece.contiguous() for piece in states.split(rows, dim=1))  # GPT-2 takes views of them
         made = forward(first)
         if not isinstance(made, torch.Tensor):  # experts that also say how they were chosen
             return forward(*args, **kwargs)

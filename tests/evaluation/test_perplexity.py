@@ -215,6 +215,9 @@ def test_feed_forward_layers_run_in_pieces_with_the_same_numbers(monkeypatch: py
     monkeypatch.setattr(Scorer._logits, "__kwdefaults__", {"rows": 16})
     assert perplexity_by_length(model, documents, [59]).nll_sum[59] == pytest.approx(expected, rel=1e-6)
     assert not any("forward" in vars(module) for module in model.modules())
+    mlp: Any = gpt2().transformer.h[0].mlp
+    with in_pieces([mlp], 3):  # pieces of several rows: GPT-2 takes views of them
+        assert mlp(torch.zeros(2, 4, mlp.c_fc.nx)).shape[:2] == (2, 4)
 
 
 def test_a_layer_that_is_not_the_same_in_pieces_is_run_whole() -> None:
