@@ -227,6 +227,8 @@ def _embedded_split(split: str) -> list[Document]:
 def _local_paths(source: str) -> list[Path]:
     """Return the files that `source` names, or none where it can only be a Hub name."""
     path = Path(source)
+    if not source.strip():  # which would be the folder that the command happens to run in
+        raise DataError("The source of documents is empty: name a file, a folder or a dataset.")
     if path.is_dir():
         paths = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
     elif path.is_file():
@@ -247,9 +249,11 @@ def _local_paths(source: str) -> list[Path]:
 
 def _read_file(path: Path) -> list[Document]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark in front that is no part of the text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     if path.suffix == ".txt":
         return [Document(path.as_posix(), text)]
     # str.splitlines would also cut at characters that may stand unescaped inside a JSON string.

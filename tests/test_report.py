@@ -214,8 +214,8 @@ def test_the_position_plot_is_an_image(tmp_path: Path) -> None:
     assert image.imread(plots.plot_positions([positions], tmp_path / "p")[0]).std() > 0.01
     assert "<svg" in (tmp_path / "p.svg").read_text(encoding="utf-8")
     with pytest.raises(DataError, match=r"differ in text_hash \(0, 1\)"):
-        plots.plot_positions([positions, dataclasses.replace(positions, text_hash="1")], tmp_path / "q")
-    with pytest.raises(DataError, match="no curves"):
+        plots.plot_positions([positions, dataclasses.replace(positions, name="b", text_hash="1")], tmp_path / "q")
+    with pytest.raises(DataError, match="no results"):
         plots.plot_positions([], tmp_path / "q")
 
 

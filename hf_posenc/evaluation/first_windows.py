@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from hf_posenc.errors import LengthError
 from hf_posenc.evaluation.measure import NOT_FINITE
 from hf_posenc.evaluation.partial import Cut, PartialScores
-from hf_posenc.evaluation.sharing import gathered, own_share
+from hf_posenc.evaluation.sharing import gathered, own_share, progress
 
 if TYPE_CHECKING:
     from accelerate import PartialState
-
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
+    from tqdm.auto import tqdm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,8 @@ class FirstWindows:
         found: list[tuple[str, list[float]] | str]
         own = own_share([self.length] * len(self.windows), self.keys, processes)
         try:
-            found = [*self._own(own, kept)]
+            with progress(len(own) * self.length, self.called, "tok", processes) as bar:
+                found = [*self._own(own, kept, bar)]
         except LengthError as error:  # the others wait for this process
             found = [str(error)]
         found = gathered(found, processes)
@@ -65,25 +64,23 @@ class FirstWindows:
             raise LengthError(f"length={self.length}: {reasons[0]}.")
         return np.array([sums for _, sums in sorted(item for item in found if not isinstance(item, str))])
 
-    def _own(self, own: Sequence[int], kept: PartialScores) -> Iterator[tuple[str, list[float]]]:
+    def _own(self, own: Sequence[int], kept: PartialScores, bar: tqdm[Any]) -> Iterator[tuple[str, list[float]]]:
         """Yield the key and the sums of each window that this process is to score."""
-        bar: tqdm[Any]
-        with tqdm(total=len(own) * self.length, desc=self.called, unit="tok", delay=_PROGRESS_DELAY) as bar:
-            missing = []
-            for index in own:
-                score = kept.known(self.cut, self.keys[index])
-                if score is None:
-                    missing.append(index)
-                else:
-                    yield self.keys[index], score["sums"]
-                    bar.update(self.length)
-            for first in range(0, len(missing), self.batch_size):
-                indices = missing[first : first + self.batch_size]
-                sums = self.score(torch.stack([self.windows[index] for index in indices])).tolist()
-                found = list(zip([self.keys[index] for index in indices], sums, strict=True))
-                kept.keep(self.cut, [(key, {"sums": values}) for key, values in found])
-                yield from found
-                bar.update(len(found) * self.length)
+        missing = []
+        for index in own:
+            score = kept.known(self.cut, self.keys[index])
+            if score is None:
+                missing.append(index)
+            else:
+                yield self.keys[index], score["sums"]
+                bar.update(self.length)
+        for first in range(0, len(missing), self.batch_size):
+            indices = missing[first : first + self.batch_size]
+            sums = self.score(torch.stack([self.windows[index] for index in indices])).tolist()
+            found = list(zip([self.keys[index] for index in indices], sums, strict=True))
+            kept.keep(self.cut, [(key, {"sums": values}) for key, values in found])
+            yield from found
+            bar.update(len(found) * self.length)
 
 
 def finite(nats: torch.Tensor) -> np.ndarray:

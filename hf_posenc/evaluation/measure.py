@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from hf_posenc.errors import LengthError
 from hf_posenc.evaluation.curve import LengthCurve
@@ -17,15 +16,15 @@ from hf_posenc.evaluation.documents import Corpus
 from hf_posenc.evaluation.intervals import bootstrap, standard_error
 from hf_posenc.evaluation.partial import DocumentScore, PartialScores
 from hf_posenc.evaluation.scoring import evaluation_mode
-from hf_posenc.evaluation.sharing import gathered, own_share
+from hf_posenc.evaluation.sharing import gathered, own_share, progress
 from hf_posenc.evaluation.subject import facts_of, model_name, position_refusal
 
 if TYPE_CHECKING:
     from accelerate import PartialState
     from torch import nn
+    from tqdm.auto import tqdm
     from transformers import PreTrainedTokenizerBase
 
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 NOT_FINITE = "the model's logits are not finite (an overflow in its dtype?)"
 
 
@@ -112,14 +111,8 @@ class _Work:
         """Yield for each length the scores of all documents, from all processes, or why there are none."""
         keys, processes = self.task.keys, self.task.processes
         own = own_share(self.task.corpus.sizes, keys, processes)
-        with tqdm(
-            total=sum(self.task.corpus.sizes[index] for index in own) * len(lengths),
-            desc="perplexity",
-            unit="tok",
-            unit_scale=True,
-            delay=_PROGRESS_DELAY,
-            disable=processes is not None and not processes.is_main_process,
-        ) as bar:
+        total = sum(self.task.corpus.sizes[index] for index in own) * len(lengths)
+        with progress(total, "perplexity", "tok", processes) as bar:
             for length in lengths:
                 bar.set_postfix_str(f"length {length}", refresh=False)
                 found = self._gathered(own, length, bar)

@@ -59,13 +59,22 @@ def json_ready(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_alike(results: Sequence[Result], names: Sequence[str]) -> None:
-    """Refuse results that differ in one of these fields, so that their numbers cannot stand side by side.
+def check_alike(results: Sequence[Result], alike: Sequence[str], *, apart: Sequence[str] = ("name",)) -> None:
+    """Refuse results whose numbers cannot stand side by side.
+
+    Args:
+        results: what is to be shown together.
+        alike: fields in which they must not differ.
+        apart: fields that tell them apart, the name first.
 
     Raises:
-        DataError: which field differs, with its values, hashes cut short.
+        DataError: there are none, two share a name, or which field differs, with its values, hashes cut short.
     """
-    for name in names:
+    if not results:
+        raise DataError("There are no results to show. Measure at least one model.")
+    if len({tuple(getattr(result, name) for name in apart) for result in results}) < len(results):
+        raise DataError(f"Each model needs a name of its own; got {', '.join(result.name for result in results)}.")
+    for name in alike:
         found = sorted({str(getattr(result, name))[:12] for result in results})
         if len(found) > 1:
             raise DataError(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from hf_posenc.errors import ConfigError, DataError, LengthError
 from hf_posenc.evaluation.measure import NOT_FINITE
@@ -22,7 +21,7 @@ from hf_posenc.evaluation.retrieval_papers import Exam, Paper
 from hf_posenc.evaluation.retrieval_tasks import OTHERS, task_named
 from hf_posenc.evaluation.retrieval_text import NOISE, Hay, Pieces, sentences_of
 from hf_posenc.evaluation.scoring import Scorer, evaluation_mode
-from hf_posenc.evaluation.sharing import gathered, own_share
+from hf_posenc.evaluation.sharing import gathered, own_share, progress
 from hf_posenc.evaluation.subject import (
     check_batch_size,
     check_lengths,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
 
 def retrieval_by_length(
@@ -167,7 +165,7 @@ class _Desk:
 
     def _own(self, papers: list[Paper], keys: list[str], own: list[int]) -> Iterator[tuple[int, Trial] | str]:
         cut = (papers[0].length,)
-        with tqdm(total=len(own), desc=f"{cut[0]:,} tokens", unit="prompt", delay=_PROGRESS_DELAY) as bar:
+        with progress(len(own), f"{cut[0]:,} tokens", "prompt", self.processes) as bar:
             waiting: dict[tuple[int, int], list[int]] = {}  # what can be read in one batch
             for index in sorted(own):
                 if known := self.kept.known(cut, keys[index]):

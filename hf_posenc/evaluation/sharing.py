@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from tqdm.auto import tqdm
 
 Item = TypeVar("Item")
+_PROGRESS_DELAY = 2.0  # seconds
 
 
 def launched() -> PartialState:
@@ -18,6 +20,12 @@ def launched() -> PartialState:
     Without being told that it is on a CPU, accelerate takes processes of torchrun there for so many runs of one.
     """
     return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def progress(total: int, called: str, unit: str, processes: PartialState | None) -> tqdm[Any]:
+    """Return a bar for work of so many units, which appears once it takes seconds, and on the main process alone."""
+    silent = processes is not None and not processes.is_main_process
+    return tqdm(total=total, desc=called, unit=unit, unit_scale=True, delay=_PROGRESS_DELAY, disable=silent)
 
 
 def own_share(sizes: Sequence[int], keys: Sequence[str], processes: PartialState | None) -> list[int]:

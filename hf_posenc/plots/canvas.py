@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from hf_posenc.plots.ticks import cut_short, readable
+
 # Okabe and Ito's palette, without the yellow that vanishes on white; markers tell the lines apart in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
 MARKERS = ("o", "s", "D", "^", "v", "P", "h")
@@ -26,15 +28,23 @@ STYLE: Any = {  # matplotlib types the keys one by one
     "axes.titlelocation": "left",
     "xtick.color": "#444444",
     "ytick.color": "#444444",
+    "text.parse_math": False,  # a name may hold a dollar sign
     "svg.fonttype": "none",  # text stays text, to be searched and read aloud
     "svg.hashsalt": "hf-posenc",  # so that the same numbers make the same file
 }
 GREY = "#666666"
 _HALO = [patheffects.withStroke(linewidth=3, foreground="white")]
+_LABEL_CHARACTERS = 40
 _LABEL_POINTS = 13.0  # height of a line of label text
 
 # x, y, text, colour, and whether the line reaches the right edge
 End: TypeAlias = tuple[float, float, str, str, bool]
+
+
+def look(index: int) -> dict[str, str]:
+    """Return colour and marker of the line with this number; those that share a colour differ in their marker."""
+    marker = MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
+    return {"color": COLOURS[index % len(COLOURS)], "marker": marker}
 
 
 def canvas(high: float = 5.2) -> tuple[Figure, Axes]:
@@ -52,11 +62,11 @@ def head(axes: Axes, title: str, note: str) -> None:
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """Put a tick at each length and keep all of them in view, also those that have no value."""
+    """Put a tick at each length that there is room for and keep all in view, also those that have no value."""
     axes.set_xscale("log", base=2)
     margin = max((lengths[-1] / lengths[0]) ** 0.05, 1.1)
     axes.set_xlim(lengths[0] / margin, lengths[-1] * margin)
-    axes.xaxis.set_major_locator(ticker.FixedLocator([float(length) for length in lengths]))
+    axes.xaxis.set_major_locator(ticker.FixedLocator([float(length) for length in readable(lengths)]))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{int(value):,}"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
@@ -97,7 +107,7 @@ def label_lines(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:
         for (x, y, text, colour, _), height, place in zip(members, heights, placed, strict=True):
             moved = reaches_edge and abs(place - height) > 4
             axes.annotate(
-                text,
+                cut_short(text, _LABEL_CHARACTERS),
                 (x, y),
                 xytext=(18.0 if reaches_edge else 10.0, place - height),
                 textcoords="offset points",

@@ -10,6 +10,7 @@ from matplotlib import rc_context
 from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.plots.canvas import COLOURS, STYLE, canvas, head, length_axis, save
+from hf_posenc.plots.ticks import cut_short
 
 
 def plot_effective_lengths(
@@ -39,7 +40,7 @@ def plot_effective_lengths(
             )
             if curve.trained_length:
                 axes.plot([curve.trained_length], [row], color="black", marker="|", markersize=20, markeredgewidth=2)
-        axes.set_yticks(range(len(shown)), [curve.name for curve in shown])
+        axes.set_yticks(range(len(shown)), [cut_short(curve.name, 40) for curve in shown])
         axes.set_ylim(len(shown) - 0.4, -0.6)  # the first on top, and none at the edge
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("context in tokens")

@@ -12,19 +12,19 @@ from matplotlib.axes import Axes
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.plots.canvas import (
     COLOURS,
-    MARKERS,
     STYLE,
     End,
     canvas,
     head,
     label_lines,
     length_axis,
+    look,
     mark_trained,
     rule,
     save,
 )
 from hf_posenc.plots.quantities import PERPLEXITY, Quantity, bands, finite
-from hf_posenc.plots.ticks import in_short, value_ticks
+from hf_posenc.plots.ticks import counted, in_short, value_ticks
 
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 _DASH_NAMES = ("solid", "dashed", "dotted", "dash-dotted")
@@ -57,8 +57,7 @@ def plot_lengths(
         head(axes, title, _note(curves, protocols, quantity))
         axes.set_xlabel("window length in tokens")
         axes.set_ylabel(quantity.axis)
-        solid = [curve for curve in curves if curve.protocol == protocols[0]]
-        label_lines(figure, axes, _ends(solid, quantity, colours))
+        label_lines(figure, axes, _ends(named(curves, quantity), quantity, colours))
         return save(figure, path)
 
 
@@ -67,13 +66,27 @@ def stops(curve: LengthCurve) -> bool:
     return bool(curve.ppl) and max(curve.refused, default=0) > max(curve.ppl)
 
 
+def named(curves: Sequence[LengthCurve], quantity: Quantity) -> list[LengthCurve]:
+    """Return the curve of each model at whose end its name stands: that of the last protocol in which it has values."""
+    order = list(dict.fromkeys(curve.protocol for curve in curves))
+    known = [curve for curve in curves if finite(quantity.values(curve))]
+    return list({curve.name: curve for curve in sorted(known, key=lambda one: order.index(one.protocol))}.values())
+
+
 def _draw(axes: Axes, curve: LengthCurve, quantity: Quantity, index: int, dashes: Any) -> None:
     values = finite(quantity.values(curve))
     if not values:
         return
     colour = COLOURS[index % len(COLOURS)]
-    look: Any = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linestyle": dashes}
-    axes.plot(list(values), list(values.values()), **look, markeredgecolor="white", markersize=5.5, linewidth=2)
+    axes.plot(
+        list(values),
+        list(values.values()),
+        **look(index),  # type: ignore[arg-type]  # matplotlib types the keywords one by one
+        linestyle=dashes,
+        markeredgecolor="white",
+        markersize=5.5,
+        linewidth=2,
+    )
     if dashes == _DASHES[0] and (shaded := bands(curve, quantity)):
         places, low, high = zip(*shaded, strict=True)
         axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -83,13 +96,12 @@ def _draw(axes: Axes, curve: LengthCurve, quantity: Quantity, index: int, dashes
 
 
 def _ends(curves: Sequence[LengthCurve], quantity: Quantity, colours: Mapping[str, int]) -> list[End]:
-    last = max(length for curve in curves for length in curve.lengths)
+    last = max((length for curve in curves for length in curve.lengths), default=0)
     ends: list[End] = []
     for curve in curves:
-        if values := finite(quantity.values(curve)):
-            at, value = max(values.items())
-            text = f"{curve.name}: stops at {at:,}" if stops(curve) else curve.name
-            ends.append((at, value, text, COLOURS[colours[curve.name] % len(COLOURS)], at == last))
+        at, value = max(finite(quantity.values(curve)).items())
+        text = f"{curve.name}: stops at {at:,}" if stops(curve) else curve.name
+        ends.append((at, value, text, COLOURS[colours[curve.name] % len(COLOURS)], at == last))
     return ends
 
 
@@ -99,7 +111,7 @@ def _note(curves: Sequence[LengthCurve], protocols: Sequence[str], quantity: Qua
     parts = [f"{dashes}: {protocol}" for protocol, dashes in lines] if len(protocols) > 1 else list(protocols)
     counts = [count for curve in curves for count in curve.n_tokens.values()]
     banded = any(bands(curve, quantity) for curve in curves)
-    parts += [f"{max(counts, default=0):,} tokens in {first.n_documents:,} documents"]
+    parts += [f"{max(counts, default=0):,} tokens in {counted(first.n_documents, 'document')}"]
     parts += ["bands: 95 % over documents"] if banded else []
     none = dict.fromkeys(curve.name for curve in curves if not quantity.values(curve))
     parts += [f"no value: {', '.join(none)}"] if none else []

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from matplotlib import rc_context
 
-from hf_posenc.errors import DataError
 from hf_posenc.evaluation import PositionCurve
 from hf_posenc.evaluation.result import check_alike
 from hf_posenc.plots.canvas import COLOURS, STYLE, canvas, head, label_lines, length_axis, mark_trained, rule, save
+from hf_posenc.plots.ticks import counted
 
 
 def plot_positions(
@@ -24,10 +24,8 @@ def plot_positions(
     """Draw mean nats per token against position, positions on a log axis; return the PNG and the SVG.
 
     Raises:
-        DataError: there are no curves, or they were measured on other texts or with another BOS policy.
+        DataError: there are no curves, or they cannot stand side by side (`evaluation.result.check_alike`).
     """
-    if not curves:
-        raise DataError("There are no curves to draw. Measure at least one model.")
     check_alike(curves, ("text_hash", "bos_policy"))
     with rc_context(STYLE):
         figure, axes = canvas()
@@ -44,8 +42,9 @@ def plot_positions(
         length_axis(axes, [2**power for power in range(math.ceil(math.log2(longest)) + 1)])
         rule(axes)
         mark_trained(axes, sorted({curve.trained_length for curve in curves if curve.trained_length}))
-        documents = " to ".join(f"{n:,}" for n in sorted({curve.n_documents for curve in curves}))
-        head(axes, title, f"{documents} documents; bands: 95 % over documents")
+        banded = any(curve.low is not None for curve in curves)
+        bands = "; bands: 95 % over documents" if banded else ""
+        head(axes, title, counted(curves[0].n_documents, "document") + bands)
         axes.set_xlabel("position in the window (first token = 1)")
         axes.set_ylabel("mean loss in nats per token (lower is better)")
         label_lines(figure, axes, ends)

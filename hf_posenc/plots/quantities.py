@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from hf_posenc.evaluation import LengthCurve
 
+_MOST = 1e200  # what an axis can still be drawn around
 Intervals: TypeAlias = Mapping[int, tuple[float, float] | None]
 
 
@@ -46,6 +46,12 @@ def _bits_intervals(curve: LengthCurve) -> Intervals:
     }
 
 
+def _ratio(curve: LengthCurve) -> Mapping[int, float]:
+    """Nothing where no length in range was measured that the others could be compared with."""
+    known = {} if curve.in_range_length is None else curve.ratio
+    return {length: value for length, value in known.items() if value > 1 / _MOST}
+
+
 PERPLEXITY = Quantity(
     name="perplexity",
     axis="perplexity (lower is better)",
@@ -65,7 +71,7 @@ RATIO = Quantity(
     name="ratio",
     axis="perplexity relative to that at the trained length (1 = nothing lost)",
     log=True,
-    values=lambda curve: {} if curve.in_range_length is None else curve.ratio,
+    values=_ratio,
 )
 GAIN = Quantity(
     name="gain from context",
@@ -82,12 +88,12 @@ ACCURACY = Quantity(
 
 
 def finite(values: Mapping[int, float]) -> dict[int, float]:
-    """Return the numbers that an axis can show: a model that is sure and wrong has an infinite perplexity."""
-    return {length: value for length, value in sorted(values.items()) if math.isfinite(value)}
+    """Return the numbers that an axis can show: the perplexity of a model that is sure and wrong has no end."""
+    return {length: value for length, value in sorted(values.items()) if abs(value) < _MOST}
 
 
 def bands(curve: LengthCurve, quantity: Quantity) -> list[tuple[int, float, float]]:
     """Return (length, low, high) for each interval that an axis can show, where the value itself can be shown."""
     values, intervals = finite(quantity.values(curve)), quantity.intervals(curve)
     found = [(length, *ends) for length in values if (ends := intervals.get(length)) is not None]
-    return [(length, low, high) for length, low, high in found if math.isfinite(low) and math.isfinite(high)]
+    return [(length, low, high) for length, low, high in found if max(abs(low), abs(high)) < _MOST]

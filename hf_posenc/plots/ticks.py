@@ -1,10 +1,14 @@
-"""Where an axis of values has its marks, and how they are written: the same on paper and on a page."""
+"""Where an axis has its marks, and how numbers and names are written beside it: the same on paper and on a page."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from matplotlib import ticker
+
+_LABEL = 0.06
+"""Share of an axis of lengths that the label of one takes."""
 
 
 def value_ticks(low: float, high: float, *, log: bool) -> list[float]:
@@ -24,3 +28,27 @@ def value_ticks(low: float, high: float, *, log: bool) -> list[float]:
 def in_short(value: float) -> str:
     """Return a mark in plain figures: 1,000 and 0.25, and 1e+12 where figures would run on."""
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:g}"
+
+
+def readable(lengths: Sequence[int]) -> list[int]:
+    """Return those of ascending lengths that can be written below a logarithmic axis without covering each other.
+
+    The longest always, and from there down each that is far enough from the one before.
+    """
+    room = _LABEL * math.log(lengths[-1] / lengths[0])
+    kept = [lengths[-1]]
+    for length in lengths[-2::-1]:
+        if math.log(kept[-1] / length) >= room:
+            kept.append(length)
+    return kept[::-1]
+
+
+def cut_short(name: str, most: int) -> str:
+    """Return a name in at most so many characters, its middle left out: what tells models apart is often at an end."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 document" or "1,000 documents"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.plots.canvas import COLOURS, apart
-from hf_posenc.plots.lengths import stops
+from hf_posenc.plots.lengths import named, stops
 from hf_posenc.plots.quantities import ACCURACY, BITS_PER_BYTE, GAIN, PERPLEXITY, RATIO, Quantity, bands, finite
-from hf_posenc.plots.ticks import in_short, value_ticks
+from hf_posenc.plots.ticks import cut_short, in_short, readable, value_ticks
 from hf_posenc.report.comparability import tokenizers_differ
 from hf_posenc.report.table import in_figures
 
 WIDTH, HEIGHT = 920, 430
 LEFT, RIGHT, TOP, BOTTOM = 66, 190, 14, 46  # room around the lines, the right one for names
 _LABEL_HEIGHT = 16.0
+_NAME = 24  # characters that there is room for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,12 @@ def _chart(curves: Sequence[LengthCurve], quantity: Quantity) -> Chart:
     models = list(dict.fromkeys(curve.name for curve in curves))
     protocols = _protocols(curves)
     numbers = [(curve, models.index(curve.name), protocols.index(curve.protocol)) for curve in curves]
-    ends = _ends([curve for curve in curves if curve.protocol == protocols[0]], quantity, lengths[-1], x, y)
+    ends = _ends(named(curves, quantity), quantity, lengths[-1], x, y)
     trained = sorted({curve.trained_length for curve in curves if curve.trained_length})
     return Chart(
         quantity=quantity,
         lines=[_line(curve, quantity, model, protocol, ends, x, y) for curve, model, protocol in numbers],
-        x_ticks=[(x(length), f"{length:,}") for length in lengths],
+        x_ticks=[(x(length), f"{length:,}") for length in readable(lengths)],
         y_ticks=[(y(tick), in_short(tick)) for tick in value_ticks(low, high, log=quantity.log)],
         trained=[(x(length), f"{length:,}") for length in trained if lengths[0] <= length <= lengths[-1]],
         columns=[_column(curves, quantity, length, x(length)) for length in lengths],
@@ -117,7 +118,7 @@ def _line(
     quantity: Quantity,
     model: int,
     protocol: int,
-    ends: dict[str, tuple[float, float, str]],
+    ends: dict[tuple[str, str], tuple[float, float, str]],
     x: Callable[[float], float],
     y: Callable[[float], float],
 ) -> Line:
@@ -132,7 +133,7 @@ def _line(
         path=_path(dots),
         band=_path(outline) + "Z" if len(shaded) > 1 else "",
         dots=dots,
-        end=ends.get(curve.name) if protocol == 0 else None,
+        end=ends.get((curve.name, curve.protocol)),
         cross=dots[-1] if dots and stops(curve) else None,
     )
 
@@ -147,21 +148,24 @@ def _ends(
     longest: int,
     x: Callable[[float], float],
     y: Callable[[float], float],
-) -> dict[str, tuple[float, float, str]]:
-    """Return where each model's name stands, beside the end of its line, and what it says."""
-    found: dict[str, tuple[float, float, str]] = {}
-    lasts = {curve.name: max(values.items()) for curve in curves if (values := finite(quantity.values(curve)))}
-    stopped = {curve.name for curve in curves if stops(curve)}
+) -> dict[tuple[str, str], tuple[float, float, str]]:
+    """Return where each name stands, beside the end of the curve's line, and what it says, by name and protocol."""
+    found: dict[tuple[str, str], tuple[float, float, str]] = {}
+    lasts = [(curve, *max(finite(quantity.values(curve)).items())) for curve in curves]
     for at_edge in (True, False):
-        names = [name for name, (length, _) in lasts.items() if (length == longest) is at_edge]
-        names.sort(key=lambda name: y(lasts[name][1]))
+        group = sorted(((y(value), at, curve) for curve, at, value in lasts if (at == longest) is at_edge), key=_height)
         # A line that stops has others going on beside it: its name stands below, where there is room.
         drop = 0.0 if at_edge else _LABEL_HEIGHT
-        heights = apart([y(lasts[name][1]) + drop for name in names], _LABEL_HEIGHT)
-        for name, height in zip(names, heights, strict=True):
-            text = f"{name}: stops at {lasts[name][0]:,}" if name in stopped else name
-            found[name] = (x(lasts[name][0]) + 10, round(height, 1), text)
+        heights = apart([height + drop for height, *_ in group], _LABEL_HEIGHT)
+        for (_, at, curve), height in zip(group, heights, strict=True):
+            name = cut_short(curve.name, _NAME)
+            text = f"{name}: stops at {at:,}" if stops(curve) else name
+            found[curve.name, curve.protocol] = (x(at) + 10, round(height, 1), text)
     return found
+
+
+def _height(end: tuple[float, int, LengthCurve]) -> float:
+    return end[0]
 
 
 def _column(curves: Sequence[LengthCurve], quantity: Quantity, length: int, place: float) -> dict[str, object]:

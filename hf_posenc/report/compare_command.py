@@ -12,6 +12,7 @@ from hf_posenc.evaluation.documents import BOS_POLICIES
 from hf_posenc.evaluation.protocols import PROTOCOLS
 from hf_posenc.report import check_output
 from hf_posenc.report.comparison import LENGTHS, compare
+from hf_posenc.report.launching import INTERRUPTED
 from hf_posenc.report.writing import PAGE_NAME, TITLE
 
 
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "hf-posenc compa
     except PosencError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
     print(found)
     print(f"written to {folder}; open {folder / PAGE_NAME} in a browser")
     return 0

@@ -18,6 +18,7 @@ from hf_posenc.evaluation.protocols import SLIDING
 from hf_posenc.evaluation.subject import without_folders
 from hf_posenc.report.comparability import Panel, panels
 from hf_posenc.report.files import RESULT_NAME
+from hf_posenc.report.launching import split_name
 from hf_posenc.report.rows import curve_rows
 from hf_posenc.report.writing import TITLE, holds_curves, read_curves, report_text, write_report
 
@@ -91,7 +92,8 @@ def compare(
         title: heading of tables, plots and page.
 
     Raises:
-        DataError: nothing to compare, a result without curves, or curves that cannot be told apart by name.
+        ConfigError: nothing to compare, or a source without a path.
+        DataError: a result without curves, or curves that cannot be told apart by name.
         CheckpointError: a model cannot be loaded.
         UnknownNameError, ConfigError, UnsupportedFamilyError: as in `perplexity_by_length`.
     """
@@ -139,8 +141,8 @@ class _Source:
         """
         if isinstance(given, LengthCurve):
             return cls(name="", path=given.name, curves=(given,))
-        before, equals, after = str(given).partition("=")
-        name, path = (before, after) if equals else ("", before)
+        before, path = split_name(str(given))
+        name = before or ""
         if path.endswith(".json") or holds_curves(path):
             return cls(name=name, path=path, curves=tuple(read_curves(path)))
         if (Path(path) / RESULT_NAME).exists() and not (Path(path) / "config.json").exists():

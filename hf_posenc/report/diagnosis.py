@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,22 +11,26 @@ from typing import Any
 
 import torch
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.data import EMBEDDED, HELD_OUT, describe, load_documents
-from hf_posenc.errors import ConfigError, DataError
+from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.diagnosis import SEQUENCES, Diagnosis, check_settings, diagnose
 from hf_posenc.evaluation.loading import load_tokenizer, not_loaded
 from hf_posenc.evaluation.position_table import closest_stranger
+from hf_posenc.evaluation.result import check_alike
 from hf_posenc.evaluation.shift import TOLERATED
 from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
-from hf_posenc.report.files import RESULT_NAME, check_output, result_header, write_result, write_table
+from hf_posenc.report.files import check_output, write_results, write_table
 from hf_posenc.report.launching import named_paths
 
 _SAME = 0.005  # nats a token that moving all positions may cost and still count as nothing
 _ALL = 0.995  # of a share, from where on it is said to be all
 _ODD = re.compile(r"[^\w.-]+")
+_LONGEST = 80  # characters of the name of a file
+_COMPARISON = "comparison"
 
 
 def sentences(diagnosis: Diagnosis) -> list[str]:
@@ -128,7 +133,7 @@ def diagnosis_table(found: Sequence[Diagnosis]) -> Table:
     table = Table(title="What positions do", title_justify="left")
     table.add_column("", no_wrap=True)
     for d in found:
-        table.add_column(d.name, justify="right")
+        table.add_column(escape(d.name), justify="right")
     columns = [_findings(d) for d in found]
     for heading in columns[0]:
         table.add_row(heading, *(column[heading] for column in columns))
@@ -155,18 +160,17 @@ def diagnosis_text(found: Sequence[Diagnosis]) -> Group:
     """Return, for rich to print, the table and below it the findings for each model, with what was not measured.
 
     Raises:
-        DataError: there is nothing, or two of the models share a name.
+        DataError: there is nothing, two of the models share a name, or they were not measured alike.
     """
-    names = [d.name for d in found]
-    if not names or len(set(names)) < len(names):
-        raise DataError(f"Each of the models needs a name of its own, got: {', '.join(names) or 'none'}.")
+    check_alike(found, ("sequences", "seed"))
     lines: list[Text] = []
     for d in found:
         lines += [Text(""), Text(d.name, style="bold"), *(Text(f"  {sentence}") for sentence in sentences(d))]
         lines += [Text(f"  Not measured ({what}): {why}") for what, why in d.reasons.items()]
     first = found[0]
+    lengths = " or ".join(f"{length:,}" for length in sorted({d.length for d in found}))
     note = (
-        f"Estimated over {first.sequences} sequences of {first.length} random tokens of the texts (seed {first.seed}); "
+        f"Estimated over {first.sequences} sequences of {lengths} random tokens of the texts (seed {first.seed}); "
         "loss in nats a token, lower is better."
     )
     return Group(diagnosis_table(found), Text(note), *lines)
@@ -177,18 +181,28 @@ def write_diagnosis(found: Sequence[Diagnosis], folder: Path | str, *, corpus: M
 
     Raises:
         OutputExistsError: the folder already holds a result.
-        DataError: there is nothing to write, or two of the models share a name.
+        DataError: as in `diagnosis_text`.
     """
     folder = check_output(folder)
     text = diagnosis_text(found)
     write_table(folder, text, width=160)
-    for d in found:
-        plot_diagnosis(d, folder / (_ODD.sub("_", d.name).strip("_") or "model"))
+    for d, name in zip(found, _file_names([d.name for d in found]), strict=True):
+        plot_diagnosis(d, folder / name)
     if len(found) > 1:
-        plot_comparison(found, folder / "comparison")
-    payload = result_header(seed=found[0].seed, corpus=corpus)
-    write_result(folder / RESULT_NAME, payload | {"diagnoses": [d.to_dict() for d in found]})  # last: the rest is there
-    return folder
+        plot_comparison(found, folder / _COMPARISON)
+    return write_results(folder, seed=found[0].seed, corpus=corpus, content={"diagnoses": [d.to_dict() for d in found]})
+
+
+def _file_names(names: Sequence[str]) -> list[str]:
+    """Return a name for the plots of each model, without what file systems object to, and no two the same."""
+    taken, found = {_COMPARISON}, []
+    for name in names:
+        plain = _ODD.sub("_", name).strip("_.")[:_LONGEST] or "model"
+        numbered = (f"{plain}-{number}" for number in itertools.count(2))
+        free = next(option for option in itertools.chain([plain], numbered) if option.lower() not in taken)
+        taken.add(free.lower())  # some file systems do not tell the case of letters
+        found.append(free)
+    return found
 
 
 def diagnose_checkpoints(

@@ -74,6 +74,7 @@ def _count_in_twos(axes: Axes) -> None:
     """Put the distances 1, 2, 4, ... at equal steps, in plain numbers."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:

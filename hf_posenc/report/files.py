@@ -52,6 +52,17 @@ def write_result(path: Path | str, payload: Mapping[str, Any]) -> Path:
     return path
 
 
+def write_results(
+    folder: Path, *, seed: int | None, corpus: Mapping[str, Any] | None, content: Mapping[str, Any]
+) -> Path:
+    """Write the `result.json` of a folder and return the folder; `seed` and `corpus` as in `result_header`.
+
+    It comes last: its presence says that the rest is there.
+    """
+    write_result(folder / RESULT_NAME, result_header(seed=seed, corpus=corpus) | content)
+    return folder
+
+
 def write_table(folder: Path, text: RenderableType, *, width: int = 200) -> None:
     """Write what rich would print on so many columns into the table's file; the folder is made as needed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +83,8 @@ def check_output(folder: Path | str) -> Path:
         raise OutputError(f"{folder} cannot be made: {above} is no folder that can be written to.")
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{folder} cannot be written to. Give another output folder.")
-    if folder.exists() and (not folder.is_dir() or (folder / RESULT_NAME).exists()):
+    if folder.exists() and not folder.is_dir():
+        raise OutputExistsError(f"{folder} is a file. Give another output folder.")
+    if (folder / RESULT_NAME).exists():
         raise OutputExistsError(f"{folder} already holds a result. Give another output folder, or remove this one.")
     return folder

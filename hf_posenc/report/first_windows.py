@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.errors import DataError
 from hf_posenc.evaluation import KeyTokenPerplexity, PositionCurve
 from hf_posenc.evaluation.checkpoints import Measured
-from hf_posenc.evaluation.result import Result, check_alike
-from hf_posenc.report.files import RESULT_NAME, check_output, result_header, write_result, write_table
+from hf_posenc.evaluation.result import check_alike
+from hf_posenc.plots.ticks import counted
+from hf_posenc.report.files import check_output, write_results, write_table
 from hf_posenc.report.table import in_figures
 
 POSITIONS_TITLE = "Loss by position in the window"
@@ -34,11 +35,11 @@ def positions_text(found: Measured[PositionCurve], *, title: str = POSITIONS_TIT
         DataError: there are no curves, or they were not measured alike.
     """
     curves = found.results
-    _check(curves, ("text_hash", "bos_policy", "length"))
-    table = Table(title=title, title_justify="left")
+    check_alike(curves, ("text_hash", "bos_policy", "length"))
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("positions", no_wrap=True)
     for curve in curves:
-        table.add_column(curve.name, justify="right")
+        table.add_column(escape(curve.name), justify="right")
     octaves = _octaves(curves[0].length)
     columns = [_by_octave(curve, octaves) for curve in curves]
     for row, (first, last) in enumerate(octaves):
@@ -48,7 +49,7 @@ def positions_text(found: Measured[PositionCurve], *, title: str = POSITIONS_TIT
     table.add_row("effective length", *(_effective(curve) for curve in curves))
     notes = [
         f"mean nats per token (lower is better) at each position of one window of {curves[0].length:,} tokens, over "
-        f"{curves[0].n_documents:,} documents that fill it",
+        f"{counted(curves[0].n_documents, 'document')} long enough to fill it",
         "effective length: from the trained length on, up to here the loss stays within 1 % of that before it; other "
         'positions hold other text, and the protocol "fixed_target" scores the same text under growing context',
     ]
@@ -92,7 +93,7 @@ def write_positions(
     folder = check_output(folder)
     write_table(folder, positions_text(found, title=title))
     plot_positions(found.results, folder / "positions", title=title)
-    return _write(found, folder, "positions", corpus)
+    return write_results(folder, seed=None, corpus=corpus, content=_content(found, "positions"))
 
 
 def key_tokens_text(found: Measured[KeyTokenPerplexity], *, title: str = KEYS_TITLE) -> Group:
@@ -105,8 +106,8 @@ def key_tokens_text(found: Measured[KeyTokenPerplexity], *, title: str = KEYS_TI
     lengths = sorted({result.length for result in results})
     for length in lengths or [0]:
         alike = ("text_hash", "bos_policy", "evaluator", "short", "stride")
-        _check([result for result in results if result.length == length], alike)
-    table = Table(title=title, title_justify="left")
+        check_alike([result for result in results if result.length == length], alike)
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("model")
     table.add_column("tokens", no_wrap=True)
     for length in lengths:
@@ -116,7 +117,7 @@ def key_tokens_text(found: Measured[KeyTokenPerplexity], *, title: str = KEYS_TI
         own = {result.length: result for result in results if result.name == name}
         rows = [own.get(length) for length in lengths]
         keys = ["none" if row is None or row.ppl is None else in_figures(row.ppl) for row in rows]
-        table.add_row(name, "key", *keys)
+        table.add_row(escape(name), "key", *keys)
         table.add_row("", "all", *("none" if row is None else in_figures(row.plain_ppl) for row in rows))
         shares = ["" if row is None else f"{row.n_keys:,} of {row.n_tokens:,}" for row in rows]
         table.add_row("", "keys among all", *shares)
@@ -143,21 +144,8 @@ def write_key_tokens(
     """
     folder = check_output(folder)
     write_table(folder, key_tokens_text(found, title=title))
-    return _write(found, folder, "key_tokens", corpus)
+    return write_results(folder, seed=None, corpus=corpus, content=_content(found, "key_tokens"))
 
 
-def _write(found: Measured[Any], folder: Path, kind: str, corpus: Mapping[str, Any] | None) -> Path:
-    payload = result_header(seed=None, corpus=corpus)
-    payload |= {kind: [result.to_dict() for result in found.results], "refused": list(found.refused)}
-    write_result(folder / RESULT_NAME, payload)  # last: its presence says that the rest is there
-    return folder
-
-
-def _check(results: Sequence[Result], fields: Sequence[str]) -> None:
-    """Refuse results that cannot stand side by side."""
-    if not results:
-        raise DataError("There are no results to show. Evaluate at least one model.")
-    names = [result.name for result in results]
-    if len(set(names)) < len(names):
-        raise DataError(f"Each model needs a name of its own; got {', '.join(names)}.")
-    check_alike(results, fields)
+def _content(found: Measured[Any], kind: str) -> dict[str, Any]:
+    return {kind: [result.to_dict() for result in found.results], "refused": list(found.refused)}

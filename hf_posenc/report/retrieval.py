@@ -12,15 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.errors import DataError
 from hf_posenc.evaluation import RetrievalGrid
 from hf_posenc.evaluation.result import check_alike
 from hf_posenc.evaluation.retrieval_tasks import TASKS
 from hf_posenc.plots import GREY, STYLE, save
-from hf_posenc.report.files import RESULT_NAME, check_output, result_header, write_result, write_table
+from hf_posenc.report.files import check_output, write_results, write_table
 
 PLOT_NAME = "retrieval"
 TITLE = "Retrieval against length"
@@ -32,15 +32,15 @@ def retrieval_table(grids: Sequence[RetrievalGrid], *, title: str = TITLE) -> Gr
     Raises:
         DataError: there are no grids, or those of a task were not measured alike.
     """
-    _check_comparable(grids)
+    check_alike(grids, ("seed", "digits", "n_others", "text_hash"), apart=("name", "task"))
     lengths = sorted({length for grid in grids for length in grid.lengths})
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("model", no_wrap=True)
     table.add_column("task", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     for grid in grids:
-        table.add_row(grid.name, grid.task, *(_share(grid.score, length) for length in lengths))
+        table.add_row(escape(grid.name), escape(grid.task), *(_share(grid.score, length) for length in lengths))
         if grid.preferred:
             table.add_row("", "  most probable", *(_share(grid.preferred, length) for length in lengths))
             table.add_row("", "  margin in nats", *(_margin(grid.margin, length) for length in lengths))
@@ -78,15 +78,6 @@ def _first_of_each(grids: Sequence[RetrievalGrid]) -> list[RetrievalGrid]:
     for grid in grids:
         found.setdefault(grid.name, grid)
     return list(found.values())
-
-
-def _check_comparable(grids: Sequence[RetrievalGrid]) -> None:
-    if not grids:
-        raise DataError("There are no grids to show. Evaluate at least one model.")
-    pairs = [(grid.name, grid.task) for grid in grids]
-    if len(set(pairs)) < len(pairs):
-        raise DataError("Two grids have the same model and task: give each model a name of its own.")
-    check_alike(grids, ("seed", "digits", "n_others", "text_hash"))
 
 
 def plot_retrieval(grids: Sequence[RetrievalGrid], path: Path | str, *, title: str = TITLE) -> list[Path]:
@@ -147,6 +138,5 @@ def write_retrieval(
     table = retrieval_table(grids, title=title)
     write_table(folder, table)
     plot_retrieval(grids, folder / PLOT_NAME, title=title)
-    payload = result_header(seed=grids[0].seed, corpus=corpus) | {"retrieval": [grid.to_dict() for grid in grids]}
-    write_result(folder / RESULT_NAME, payload)  # last: its presence says that the rest is there
-    return folder
+    content = {"retrieval": [grid.to_dict() for grid in grids]}
+    return write_results(folder, seed=grids[0].seed, corpus=corpus, content=content)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.evaluation.protocols import FIXED_TARGET, NONOVERLAPPING, PROTOCOLS, SLIDING, in_words
+from hf_posenc.plots.ticks import counted
 from hf_posenc.report.comparability import by_protocol, check_comparable, tokenizers_differ
 
 OVERLAP_NOTE = (
@@ -80,12 +82,12 @@ def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity agai
         DataError: there are no curves, or they were measured in different ways.
     """
     grid = length_grid(curves)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for index, heading in enumerate(grid.headings):
         # where the terminal is narrow, names of models are broken, and never a number
         table.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=index > 0)
     for row in grid.rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     # Not the table's own caption, which is wrapped to the width of the table.
     return Group(table, *(Text(line) for line in [*grid.notes, *map(describe_protocol, by_protocol(curves).values())]))
 
@@ -102,7 +104,7 @@ def describe_protocol(curves: Sequence[LengthCurve]) -> str:
         "every_window": "special tokens around each window",
     }[first.bos_policy]
     how = in_words(first.protocol, span_of_strides(curves))
-    return f"{how}; {tokens} tokens scored in {first.n_documents:,} documents{left_out}, {start}"
+    return f"{how}; {tokens} tokens scored in {counted(first.n_documents, 'document')}{left_out}, {start}"
 
 
 def span_of_strides(curves: Sequence[LengthCurve]) -> str:

@@ -14,7 +14,7 @@ from hf_posenc.errors import DataError
 from hf_posenc.evaluation import LengthCurve
 from hf_posenc.evaluation.protocols import FIXED_TARGET
 from hf_posenc.report.comparability import Panel, panels, tokenizers_differ
-from hf_posenc.report.files import PLOT_NAME, RESULT_NAME, check_output, result_header, write_result, write_table
+from hf_posenc.report.files import PLOT_NAME, RESULT_NAME, check_output, write_results, write_table
 from hf_posenc.report.rows import write_rows
 from hf_posenc.report.table import length_table
 
@@ -33,7 +33,7 @@ def read_curves(path: Path | str) -> list[LengthCurve]:
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))
         return [LengthCurve.from_dict(item) for item in payload["curves"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} holds no length curves: {error}") from error
@@ -70,16 +70,14 @@ def write_report(
 
     folder = check_output(folder)
     found = panels(curves)
-    payload = result_header(seed=seed, corpus=corpus) | {"curves": [curve.to_dict() for curve in curves]}
-    payload |= extra or {}
     text = report_text(found, title=title)
     write_table(folder, text)
     for number, panel in enumerate(found, 1):
         _plot(panel, folder, "" if number == 1 else f"-{number}", title)
     (folder / PAGE_NAME).write_text(page(found, title=title), encoding="utf-8")
     write_rows(curves, folder)
-    write_result(folder / RESULT_NAME, payload)  # last: its presence says that the rest is there
-    return folder
+    content = {"curves": [curve.to_dict() for curve in curves], **(extra or {})}
+    return write_results(folder, seed=seed, corpus=corpus, content=content)
 
 
 def report_text(found: Sequence[Panel], *, title: str = TITLE) -> Group:

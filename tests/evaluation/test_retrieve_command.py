@@ -85,9 +85,9 @@ def test_what_was_not_measured_alike_does_not_stand_side_by_side(tmp_path: Path)
         name="a", task="passkey", lengths=(8, 16), depths=(0.5,), trials=(trial,), refused={16: "no"}, n_others=3,
         digits=5, seed=0, text_hash=None, trained_length=8, model_hash=None, dtype="float32", versions={},
     )  # fmt: skip
-    with pytest.raises(DataError, match="no grids"):
+    with pytest.raises(DataError, match="no results"):
         retrieval_table([])
-    with pytest.raises(DataError, match="same model and task"):
+    with pytest.raises(DataError, match="a name of its own"):
         retrieval_table([grid, grid])
     with pytest.raises(DataError, match="differ in seed"):
         retrieval_table([grid, replace(grid, name="b", seed=1)])

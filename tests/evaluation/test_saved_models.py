@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, LlamaModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2LMHeadModel,
+    LlamaModel,
+)
 
 from hf_posenc.errors import CheckpointError, ConfigError
 from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.checkpoints import evaluate_checkpoints
+from hf_posenc.report import read_curves
+from hf_posenc.report.command import main
 from hf_posenc.report.diagnosis import diagnose_checkpoints
+from hf_posenc.report.launching import INTERRUPTED, named_paths
 from tests.evaluation.models import SMALL, VOCABULARY, gpt2, llama
 from tests.evaluation.retrievers import characters
 
@@ -88,3 +98,38 @@ def test_a_stride_of_nothing_is_refused_for_masked_models_too(tmp_path: Path) ->
     path = saved(BertForMaskedLM(BertConfig(**SMALL)), tmp_path)
     with pytest.raises(ConfigError):
         evaluate_checkpoints({"m": path}, TEXTS, [8], protocols=["pseudo"], stride=0)
+
+
+def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    path = str(tmp_path / "lr=0.1")
+    assert named_paths([path, f"mine={path}", "owner/name"]) == {
+        "lr=0.1": path,
+        "mine": path,
+        "owner/name": "owner/name",
+    }
+    for empty in ("=x", "a=", "", " =x"):
+        with pytest.raises(ConfigError, match="names no model"):
+            named_paths([empty])
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = saved(gpt2(), tmp_path / "m")
+    (tmp_path / "a.txt").write_text("﻿" + TEXTS[0], encoding="utf-8")
+    command = ["--model", path, "--documents", str(tmp_path / "a.txt"), "--lengths", "8", "16"]
+    command += ["--output", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT2LMHeadModel, "forward", stop)
+        assert main(command) == INTERRUPTED
+    said = capsys.readouterr().err
+    assert "stopped" in said
+    assert "go on from them" in said
+    assert "Traceback" not in said
+    assert main(command) == 0
+    (curve, _) = read_curves(tmp_path / "out")
+    assert curve.n_bytes == len(TEXTS[0])  # the mark that some editors put in front is no text
