@@ -59,7 +59,7 @@ def write_results(
 
     It comes last: its presence says that the rest is there.
     """
-    write_result(folder / RESULT_NAME, result_header(seed=seed, corpus=corpus) | content)
+    write_result(folder / RESULT_NAME, {**result_header(seed=seed, corpus=corpus), **content})
     return folder
 
 

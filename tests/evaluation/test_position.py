@@ -102,7 +102,7 @@ def test_a_process_does_its_share_and_what_it_kept_is_not_done_again(tmp_path: P
     alone = forwards[0]
     kept = []
     for index in range(2):
-        process: Any = SimpleNamespace(process_index=index, num_processes=2)
+        process: Any = SimpleNamespace(process_index=index, num_processes=2, is_main_process=index == 0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hf_posenc.evaluation.sharing.gather_object", lambda items: items)
             part = perplexity_by_position(model, documents, 32, processes=process, partial=tmp_path)

@@ -103,11 +103,8 @@ def test_a_stride_of_nothing_is_refused_for_masked_models_too(tmp_path: Path) ->
 def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
     (tmp_path / "lr=0.1").mkdir()
     path = str(tmp_path / "lr=0.1")
-    assert named_paths([path, f"mine={path}", "owner/name"]) == {
-        "lr=0.1": path,
-        "mine": path,
-        "owner/name": "owner/name",
-    }
+    found = named_paths([path, f"mine={path}", "owner/name"])
+    assert found == {"lr=0.1": path, "mine": path, "owner/name": "owner/name"}
     for empty in ("=x", "a=", "", " =x"):
         with pytest.raises(ConfigError, match="names no model"):
             named_paths([empty])
