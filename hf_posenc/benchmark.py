@@ -1,72 +1,78 @@
-"""What positions cost: patched models against unpatched ones and stock families, in time and in memory.
+"""What positions cost: patched models against unpatched ones and stock families, in time, memory and accuracy.
 
 Models are bodies of a few layers with random weights; a ratio says how much of a model of that shape positions take.
-Both sides of a row take turns in one process, on one thread, and CPU time is what counts, so that other work on the
-machine disturbs little. Peak memory is that of a process of its own.
+All that are held against one model take turns in one process, on one thread, and CPU time is what counts, so that other
+work on the machine disturbs little. Peak memory is that of a process of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import multiprocessing
+import os
+import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.table import Table
-from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from hf_posenc.config import encoding
 from hf_posenc.errors import ConfigError, did_you_mean
-from hf_posenc.patching import patch
+from hf_posenc.workload import LAYERS, Task, error, job, peak, seconds
 
-LAYERS, HEADS, WIDTH, VOCABULARY = 2, 12, 768, 512
-SPARE = 64
-"""Tokens that a model and a static cache have room for, beyond those of a row."""
-WORK = ("forward", "train", "decode", "static", "padded")
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_WIDE = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS}
-STOCK: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Model", "GPT2Config", {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS, **_NO_DROPOUT}),
-    "bert": ("BertModel", "BertConfig", {**_WIDE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-    "bloom": ("BloomModel", "BloomConfig", {"hidden_size": WIDTH, "n_head": HEADS, "n_layer": LAYERS}),
-    "mpt": ("MptModel", "MptConfig", {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS}),
-    "falcon": ("FalconModel", "FalconConfig", {**_WIDE, "alibi": True, "multi_query": False, "bias": True}),
-    "gpt_neox": ("GPTNeoXModel", "GPTNeoXConfig", {**_WIDE, "intermediate_size": 4 * WIDTH}),
-}
-"""Name of a stock model -> its class, that of its config, and the fields of the shape of GPT-2 small, cut in depth."""
-LENGTHS = ("n_positions", "max_position_embeddings", "max_seq_len")
+LIMITS = {"ratio": "×", "seconds": " s", "MiB": " MiB"}
+"""What a goal limits -> its unit."""
+FLOOR = 1.5
+"""How many times the error of the model that it is held against a subject in half precision may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One claim: what a subject takes, as a share of what another one takes for the same work.
+    """One claim about what a subject takes.
 
     Attributes:
         subject: a stock model, or one with an encoding in it, `gpt2+alibi`.
-        against: the other one.
-        work: `forward`, `train` (forward and backward), `decode` (one token over a cache of that length),
-            `static` (the same over a cache that does not grow: it has 64 slots more), or `padded`
-            (forward of four rows, left-padded by an eighth, two eighths and three eighths).
+        against: the model that it is held against for the same work; None where the goal is an absolute one.
+        work: of `workload.Task`, as are `length` and `dtype`.
         length: tokens.
-        goal: the ratio is to be at most this.
+        goal: what is limited is to be at most this.
+        limit: `ratio` of the least CPU times, least CPU `seconds`, or peak memory, `MiB`, beyond that of the other one.
+        dtype: of weights and states.
         short: whether the row belongs to the short run.
+        note: what binds where the goal is missed.
     """
 
     subject: str
-    against: str
+    against: str | None = None
     work: str
     length: int
     goal: float
+    limit: str = "ratio"
+    dtype: str = "float32"
     short: bool = False
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the names; raises ConfigError."""
+        if self.limit not in LIMITS:
+            raise ConfigError(f"unknown limit {self.limit!r}; {did_you_mean(self.limit, LIMITS)}")
+        if self.limit == "ratio" and self.against is None:
+            raise ConfigError(f"a ratio needs a model to hold {self.subject!r} against.")
+        self.task  # noqa: B018 - checked when it is made
+
+    @property
+    def task(self) -> Task:
+        """What the models do."""
+        return Task(work=self.work, length=self.length, dtype=self.dtype)
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the subject and of what it is held against."""
+        return [self.subject] if self.against is None else [self.subject, self.against]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,146 +81,130 @@ class Outcome:
 
     Attributes:
         row: the claim.
-        ratio: least CPU time of the subject over the least of the other one.
-        median: median of the ratios of the rounds.
-        seconds: least CPU time of the subject.
-        extra: peak memory of the subject less that of the other one, MiB.
+        value: what the goal limits.
+        median: of the ratios of the rounds, where that is a ratio.
+        seconds: least CPU time of the subject, where time was measured.
+        errors: in half precision, errors against float64 of the models of the row, root mean square and relative.
     """
 
     row: Row
-    ratio: float
-    median: float
-    seconds: float
-    extra: float
+    value: float
+    median: float | None = None
+    seconds: float | None = None
+    errors: list[float] = field(default_factory=list)
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal is met, and in half precision the error within `FLOOR` times that of the other model."""
+        return self.value <= self.row.goal and (not self.errors or self.errors[0] <= FLOOR * self.errors[1])
 
 
 def rows_of(path: Path) -> list[Row]:
     """Read the claims of a JSON file, a list of objects with the fields of `Row`; raises ConfigError on a bad one."""
-    rows = [Row(**fields) for fields in json.loads(path.read_text())]
-    for row in rows:
-        if row.work not in WORK:
-            raise ConfigError(f"unknown work {row.work!r}; {did_you_mean(row.work, WORK)}")
-    return rows
+    return [Row(**fields) for fields in json.loads(path.read_text())]
 
 
-def measure(rows: Iterable[Row], *, rounds: int, memory: bool = True) -> Iterable[Outcome]:
-    """Measure one row after the other, on one thread.
+def outcomes_of(path: Path) -> list[Outcome]:
+    """Read back what `as_json` wrote to a file."""
+    found = json.loads(path.read_text())["outcomes"]
+    return [Outcome(**{**fields, "row": Row(**fields["row"])}) for fields in found]
+
+
+def measure(rows: Iterable[Row], *, rounds: int) -> Iterator[Outcome]:
+    """Measure the rows on one thread, neighbours that are held against the same model in the same rounds.
 
     Args:
         rows: the claims.
-        rounds: how often either side works, at least 1; both are warmed up once before.
-        memory: whether to measure peak memory too, which takes every row twice more.
+        rounds: how often every model works, at least 1; all are warmed up once before.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for row in rows:
-            jobs = [_job(name, row.work, row.length) for name in (row.subject, row.against)]
-            times = [[_seconds(job) for job in jobs] for _ in range(rounds + 1)][1:]
-            least = [min(column) for column in zip(*times, strict=True)]
-            peaks = [peak(name, row.work, row.length) if memory else 0.0 for name in (row.subject, row.against)]
-            yield Outcome(
-                row=row,
-                ratio=least[0] / least[1],
-                median=statistics.median(one / other for one, other in times),
-                seconds=least[0],
-                extra=peaks[0] - peaks[1],
-            )
+        for (limit, against, task), group in itertools.groupby(rows, lambda row: (row.limit, row.against, row.task)):
+            if limit == "MiB":
+                yield from _memory(list(group), against, task)
+            else:
+                yield from _times(list(group), against, task, rounds=rounds)
     finally:
         torch.set_num_threads(threads)
 
 
-def subject(name: str, length: int) -> PreTrainedModel:
-    """Return a model by name, for texts of that many tokens, in eval mode; raises ConfigError where there is none."""
-    stock, _, inside = name.partition("+")
-    if stock not in STOCK:
-        raise ConfigError(f"no stock model {stock!r}; {did_you_mean(stock, STOCK)}")
-    model_name, config_name, fields = STOCK[stock]
-    config_class = getattr(transformers, config_name)
-    known = [field for field in LENGTHS if hasattr(config_class(), field)]
-    config = config_class(**fields, vocab_size=VOCABULARY, **dict.fromkeys(known[:1], length + SPARE))
-    model: PreTrainedModel = getattr(transformers, model_name)(config)
-    model.eval()
-    return patch(model, encoding(inside), verify=False) if inside else model
+def _memory(rows: list[Row], against: str | None, task: Task) -> Iterator[Outcome]:
+    floor = 0.0 if against is None else peak(against, task)
+    for row in rows:
+        yield Outcome(row=row, value=peak(row.subject, task) - floor)
 
 
-def _job(name: str, work: str, length: int) -> Callable[[], object]:
-    """Return the work itself, to be called as often as one likes."""
-    model = subject(name, length)
-    ids = torch.randint(VOCABULARY, (4 if work == "padded" else 1, length), generator=torch.Generator().manual_seed(0))
-    if work == "train":
-        return lambda: model(ids).last_hidden_state.square().mean().backward()
-    if work in ("decode", "static"):
-        cache = _filled(model, length, static=work == "static")
-        return lambda: _asked(model, ids[:, :1], past_key_values=cache, use_cache=True)
-    if work == "padded":
-        mask = (torch.arange(length) >= torch.arange(4)[:, None] * length // 8).long()
-        return lambda: _asked(model, ids, attention_mask=mask)
-    return lambda: _asked(model, ids)
+def _times(rows: list[Row], against: str | None, task: Task, *, rounds: int) -> Iterator[Outcome]:
+    names = list(dict.fromkeys(name for row in rows for name in row.models))
+    jobs = {name: job(name, task) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds + 1):
+        for name in names:
+            times[name].append(seconds(jobs[name]))
+    del jobs
+    errors = {name: error(name, task) for name in names} if task.dtype != "float32" else {}
+    for row in rows:
+        own = times[row.subject][1:]
+        measured: dict[str, Any] = {"row": row, "seconds": min(own)}
+        if row.limit == "seconds" or against is None:
+            yield Outcome(value=min(own), **measured)
+            continue
+        other = times[against][1:]
+        median = statistics.median(one / two for one, two in zip(own, other, strict=True))
+        found = [errors[name] for name in row.models] if errors else []
+        yield Outcome(value=min(own) / min(other), median=median, errors=found, **measured)
 
 
-def _filled(model: PreTrainedModel, length: int, *, static: bool) -> Cache:
-    """Return a cache with random keys and values of so many tokens."""
-    cache = StaticCache(config=model.config, max_cache_len=length + SPARE) if static else DynamicCache()
-    for layer in range(LAYERS):
-        cache.update(*torch.randn(2, 1, HEADS, length, WIDTH // HEADS), layer)
-    return cache
+def cells(outcome: Outcome) -> list[str]:
+    """Return what a table says of an outcome, under the names of `COLUMNS`."""
+    row = outcome.row
+    unit = LIMITS[row.limit]
+    accuracy = f"{outcome.errors[0] / outcome.errors[1]:.2f}×" if outcome.errors else ""
+    digits = 3 if row.limit == "ratio" else 1 if row.limit == "seconds" else 0
+    work = row.work if row.dtype == "float32" else f"{row.work}, {row.dtype}"
+    took = "" if outcome.seconds is None else f"{outcome.seconds:.3g} s"
+    numbers = [f"{outcome.value:.{digits}f}{unit}", f"{row.goal:g}{unit}", took, accuracy]
+    return [row.subject, row.against or "", work, f"{row.length:,}", *numbers]
 
 
-@torch.no_grad()
-def _asked(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> object:
-    return model(ids, **inputs)
-
-
-def _seconds(job: Callable[[], object]) -> float:
-    start = time.process_time()
-    job()
-    return time.process_time() - start
-
-
-def peak(name: str, work: str, length: int) -> float:
-    """Return by how much a process grows while it does the work once, MiB; NaN where the system does not say."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak, name, work, length).result()
-
-
-def _peak(name: str, work: str, length: int) -> float:
-    torch.set_num_threads(1)
-    _job(name, work, 32)()  # what is loaded on the first call is not the work's
-    job = _job(name, work, length)
-    before = _high_water()
-    job()
-    return _high_water() - before
-
-
-def _high_water() -> float:
-    """Return the largest memory that this process ever had, MiB."""
-    status = Path("/proc/self/status")
-    if status.exists():  # the other number counts what the parent had when it started this process
-        return (
-            float(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 2**10
-        )
-    try:
-        import resource
-    except ImportError:
-        return float("nan")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 / (2**10 if sys.platform == "darwin" else 1)
+COLUMNS = ("subject", "against", "work", "tokens", "measured", "goal", "time", "error")
 
 
 def as_table(outcomes: Iterable[Outcome]) -> Table:
-    """Return the outcomes as a table to print."""
-    table = Table("subject", "against", "work", "tokens", "ratio", "median", "goal", "seconds", "extra MiB")
+    """Return the outcomes as a table to print, missed goals in bold."""
+    table = Table(*COLUMNS)
     for outcome in outcomes:
-        row = outcome.row
-        numbers = (f"{outcome.ratio:.3f}", f"{outcome.median:.3f}", f"{row.goal:.2f}", f"{outcome.seconds:.3f}")
-        style = None if outcome.ratio <= row.goal else "bold"
-        table.add_row(
-            row.subject, row.against, row.work, str(row.length), *numbers, f"{outcome.extra:.0f}", style=style
-        )
+        table.add_row(*cells(outcome), style=None if outcome.met else "bold")
     return table
 
 
+def as_markdown(path: Path) -> str:
+    """Return what `as_json` wrote to a file as a Markdown table, and what binds where a goal is missed."""
+    head, outcomes = json.loads(path.read_text()), outcomes_of(path)
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|--:|--:|--:|--:|--:|"]
+    missed = []
+    for outcome in outcomes:
+        row, shown = outcome.row, cells(outcome)
+        if not outcome.met:
+            shown[4] = f"**{shown[4]}**"
+            missed.append(f"- {row.subject}, {row.work} at {row.length:,}: {shown[4]} for {shown[5]}; {row.note}.")
+        lines.append("| " + " | ".join(shown) + " |")
+    met = f"{len(outcomes) - len(missed)} of {len(outcomes)} goals are met."
+    stated = (
+        f"torch {head['torch']}, transformers {head['transformers']}, {head['processor']}; one thread's CPU time, the "
+        f"least of {head['rounds']} rounds. {met}" + (" Missed, and what binds:" if missed else "")
+    )
+    return "\n".join([*lines, "", stated, *(["", *missed] if missed else [])])
+
+
 def as_json(outcomes: Iterable[Outcome], *, rounds: int) -> str:
-    """Return the outcomes with the versions they were measured with."""
-    head = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": 1, "rounds": rounds}
-    return json.dumps({**head, "layers": LAYERS, "outcomes": [asdict(outcome) for outcome in outcomes]}, indent=1)
+    """Return the outcomes with the versions and the processor that they were measured with."""
+    head = {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor()}
+    found = [asdict(outcome) for outcome in outcomes]
+    return json.dumps({**head, "threads": 1, "rounds": rounds, "layers": LAYERS, "outcomes": found}, indent=1)
+
+
+def processor() -> str:
+    """Return the kind of processor and the number of its cores."""
+    return f"{platform.machine()}, {os.cpu_count()} cores"

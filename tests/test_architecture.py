@@ -46,7 +46,7 @@ FLOORS = [
         "hub",
         "conversion",
     ),
-    *("benchmark catalogue harness inspection metric quickstart", "cli"),
+    *("workload", "benchmark catalogue harness inspection metric quickstart", "cli"),
 ]
 HEIGHT = {unit: height for height, floor in enumerate([*FLOORS, " "]) for unit in floor.split(" ")}
 ENGINE = {
