@@ -51,10 +51,11 @@ def _terms(d: Diagnosis) -> list[str]:
     weights = d.terms.total.square()
     share = {name: float((value * weights).sum() / weights.sum()) for name, value in d.terms.share.items()}
     mixed = share["content_position"] + share["position_content"]
+    past = "have nothing to read past its end" if d.max_length else "read there, past the training, what they never saw"
     return [
         f"First layer, exactly: its scores vary because of words with words {share['content_content']:.0%}, words with "
         f"places {mixed:.0%}, places with places {share['position_position']:.0%}. All but the first read the table, "
-        "and have nothing to read past its end."
+        f"and {past}."
     ]
 
 

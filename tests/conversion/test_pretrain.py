@@ -17,6 +17,7 @@ from hf_posenc.conversion.training import packed_perplexity
 from hf_posenc.data import HELD_OUT, Document, PackedDataset, describe, load_documents, pack, tokenize
 from hf_posenc.errors import ConfigError, OutputExistsError
 from hf_posenc.evaluation.diagnosis import diagnose
+from hf_posenc.report.diagnosis import sentences
 
 SHIPPED = Path(hf_posenc.__file__).parent / "assets" / "tiny-gpt2"
 
@@ -106,6 +107,7 @@ def test_a_model_is_trained_from_the_start_with_another_encoding(tmp_path: Path)
     model = hf_posenc.from_pretrained(tmp_path / "fixed")
     found = diagnose(model, [list(range(64))], length=16, sequences=2)
     assert (found.kind, found.max_length) == ("fixed table", None)
+    assert "past the training" in " ".join(sentences(found))
 
 
 @pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "positive"), ({"num_heads": 3}, "do not divide")])
