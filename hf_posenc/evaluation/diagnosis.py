@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import ConfigError, DataError, UnsupportedFamilyError
+from hf_posenc.errors import ConfigError, DataError, LengthError, UnsupportedFamilyError
 from hf_posenc.evaluation.attention_record import LayerEffect, check_precision, position_effects, reporting_attention
 from hf_posenc.evaluation.documents import BOS_NONE, Corpus, Documents
 from hf_posenc.evaluation.position_table import RotationReport, TableReport, rotation_report, table_report
@@ -98,7 +99,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}")
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -137,13 +138,17 @@ def diagnose(
         seed: of the random tokens.
 
     Raises:
-        ConfigError: half precision, or a length, number of sequences, batch size or seed that cannot be used.
+        ConfigError: half precision, weights that are not finite, or a length, number of sequences, batch size or seed
+            that cannot be used.
         DataError: the documents cannot be used.
         UnsupportedFamilyError: the model reports no attention probabilities.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedFamilyError(f"expected a transformers PreTrainedModel, got: {type(model).__name__}")
+        raise UnsupportedFamilyError(
+            f"expected a transformers PreTrainedModel, got: {type(model).__name__}; merge adapters first."
+        )
     check_precision(model)
+    _check_weights(model)
     check_batch_size(batch_size)
     check_settings(length, sequences, seed)
     limit = max_length(model)
@@ -202,6 +207,13 @@ def _measured(
     }
 
 
+def _check_weights(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model out of which nothing could come but NaN."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and not bool(weight.isfinite().all()):
+            raise ConfigError(f"the weight {name} holds numbers that are not finite; the checkpoint is damaged.")
+
+
 def check_settings(length: int | None, sequences: int, seed: int) -> None:
     """Raise ConfigError for numbers that no model could be diagnosed with."""
     for what, value, least in (("length", length, 3), ("sequences", sequences, 2), ("seed", seed, 0)):
@@ -225,7 +237,7 @@ def _kind(table: TableReport | None, rotation: RotationReport | None) -> str:
 def _or_reason(what: str, reasons: dict[str, str], measure: Callable[[], T]) -> T | None:
     try:
         return measure()
-    except (UnsupportedFamilyError, ConfigError, DataError) as error:
+    except (UnsupportedFamilyError, ConfigError, DataError, LengthError) as error:
         reasons[what] = str(error)
         return None
 

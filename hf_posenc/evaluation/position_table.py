@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +13,14 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedFamilyError
 from hf_posenc.family import find_family
-from hf_posenc.length import max_length, table_start
+from hf_posenc.hooks import Encoding
+from hf_posenc.length import max_length, table_rows, table_start, trained_length
 
 FULL_STRENGTH = 0.8
 """Share of the median norm below which a row counts as less trained than the others."""
 _FIXED = 1e-3  # relative spread of norms below which a table is a formula, such as sinusoids: all rows are as long
 _DEVIATIONS = 5.0  # of the norm of an untrained row, above which a row is trained
+_TURNS = re.compile(r"((?!.*original).+_)?inv_freq")  # one rotation, or one for every type of layers
 _NEAR = 16  # distances up to which places are neighbours
 
 
@@ -102,12 +106,12 @@ def position_table(model: Any) -> Tensor | None:
         return None
     if family.table is None or family.stacks:
         return None
-    weight: Tensor = family.body_of(model).get_submodule(family.table).weight
-    return weight.detach()[table_start(family, model.config) :].double().cpu()
+    rows = table_rows(family.body_of(model).get_submodule(family.table))
+    return rows.detach()[table_start(family, model.config) :].double().cpu()
 
 
 def _encoding_table(encoding: Any, model: Any) -> Tensor | None:
-    length = max_length(model) or int(model.config.max_position_embeddings)
+    length = max_length(model) or trained_length(find_family(model.config.model_type), model.config)
     added = encoding.embed(torch.arange(length, device=model.device)[None])
     return None if added is None else added[0].detach().double().cpu()
 
@@ -147,13 +151,38 @@ def mean_similarity(table: Tensor) -> Tensor:
 
 
 def rotation_report(model: nn.Module, length: int) -> RotationReport | None:
-    """Return how the frequencies of a model, rotary or of sinusoids, tell `length` places apart; None without any."""
-    for module in model.modules():
-        held = getattr(module, "inv_freq", getattr(module, "frequencies", ()))
-        frequencies = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
-        if frequencies.dim() == 1 and len(frequencies):
-            return describe_rotation(frequencies, length)
-    return None
+    """Return how the frequencies of a model, rotary or of sinusoids, tell `length` places apart; None without any.
+
+    Where layers rotate in different ways, those of full attention count.
+    """
+    frequencies = next(_frequencies(model), None)
+    return None if frequencies is None else describe_rotation(frequencies, length)
+
+
+def _frequencies(model: Any) -> Iterator[Tensor]:
+    """Yield the frequencies of the rotations and sinusoids of a model, (pairs,) float64 each, in radians a token."""
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, Encoding):  # a bias of the scores may be made of frequencies, and turns nothing
+            held = [getattr(module, "inv_freq" if module.overrides("rotate") else "frequencies", ())]
+        else:
+            buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if _TURNS.fullmatch(name)}
+            held = [buffers[name] for name in sorted(buffers)]  # those of full attention before those of windows
+        found = [torch.as_tensor(one, dtype=torch.float64).detach().cpu() for one in held]
+        yield from (one for one in found if one.dim() == 1 and len(one))
+    if not any(isinstance(module, Encoding) for module in modules) and _turns_by_a_table(model):
+        config = model.config
+        width = getattr(config, "rotary_dim", None) or config.hidden_size // config.num_attention_heads
+        yield 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def _turns_by_a_table(model: Any) -> bool:
+    """Whether a stock model reads its rotation from a table of sines, of frequencies that stand in no config."""
+    try:
+        family = find_family(model.config.model_type)
+    except UnsupportedFamilyError:
+        return False
+    return family.sine_first or (family.interleaved and family.rotary is None)
 
 
 def describe_rotation(frequencies: Tensor, length: int) -> RotationReport:

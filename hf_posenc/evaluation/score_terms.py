@@ -157,6 +157,17 @@ def _pairs(size: int, attention: nn.Module) -> Tensor:
     return pairs.tril() if getattr(attention, "is_causal", True) else pairs
 
 
+def _answer(attention: nn.Module, states: Tensor) -> Tensor:
+    """Return the attention probabilities of states, (1, n, hidden) -> (h, n, n), asked without a mask."""
+    try:
+        probabilities: Tensor = attention(states, attention_mask=None)[1][0]
+    except (TypeError, IndexError, RuntimeError) as error:  # it takes more than states, or fewer, or reports nothing
+        raise UnsupportedFamilyError(
+            f"{type(attention).__name__} does not say by itself how words and positions look at each other ({error})."
+        ) from error
+    return probabilities
+
+
 def _blocks(attention: nn.Module, content: Tensor, position: Tensor) -> dict[str, Tensor]:
     """Return the four terms, each (h, n, n) less the mean of its row, float64, from (1, n, hidden) each.
 
@@ -166,7 +177,7 @@ def _blocks(attention: nn.Module, content: Tensor, position: Tensor) -> dict[str
     """
     size = content.shape[1]
     zero = torch.zeros_like(content[:, :1])
-    probabilities = attention(torch.cat([content, position, zero], dim=1), attention_mask=None)[1][0]
+    probabilities = _answer(attention, torch.cat([content, position, zero], dim=1))
     if not probabilities.all():
         raise ConfigError(
             "scores lie further apart than these probabilities can tell; load the model with dtype=torch.float64."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.errors import LengthError, UnsupportedFamilyError
 from hf_posenc.evaluation.forward import forward
 from hf_posenc.evaluation.scoring import token_nll
 from hf_posenc.family import find_family
@@ -30,7 +30,7 @@ class ShiftCurve:
 
     Attributes:
         window: tokens in each row.
-        nll: shift in positions -> mean nats per scored token.
+        nll: shift in positions -> mean nats per scored token, as far as the model has positions.
         masked: True where masked tokens are scored, False where every next token is.
     """
 
@@ -62,11 +62,12 @@ def loss_by_shift(
     Args:
         model: in eval mode, without gradients.
         rows: (b, n) token ids.
-        shifts: non-negative, 0 among them; the model must have n positions from each of them on.
+        shifts: non-negative, 0 among them; those from which on the model has not n positions are left out.
         mask_token_id: for masked language models: every seventh token is replaced by it, and these are scored. Few
             rows are taken several times, with other tokens masked.
 
     Raises:
+        LengthError: the model has not even n positions.
         UnsupportedFamilyError: the model takes no `position_ids`, so that its positions cannot be moved, or it returns
             no logits for every token.
     """
@@ -77,11 +78,14 @@ def loss_by_shift(
     inputs, targets = _next_tokens(rows) if mask_token_id is None else _masked_tokens(rows, mask_token_id)
     places = torch.arange(rows.shape[1]).expand(len(inputs), -1) + start
     nll = {}
-    for shift in shifts:
-        found = [
-            _nll(model, *(part.to(model.device) for part in batch))
-            for batch in zip(inputs.split(_BATCH), (places + shift).split(_BATCH), targets.split(_BATCH), strict=True)
-        ]
+    for shift in sorted(shifts):
+        batches = zip(inputs.split(_BATCH), (places + shift).split(_BATCH), targets.split(_BATCH), strict=True)
+        try:
+            found = [_nll(model, *(part.to(model.device) for part in batch)) for batch in batches]
+        except LengthError:
+            if not nll:
+                raise
+            break  # a table that grows with the text, and not with its positions
         nll[shift] = float(torch.cat(found).mean())
     return ShiftCurve(window=rows.shape[1], nll=nll, masked=mask_token_id is not None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.diagnosis import SEQUENCES, Diagnosis, check_settings, diagnose
 from hf_posenc.evaluation.loading import load_tokenizer, not_loaded
 from hf_posenc.evaluation.position_table import closest_stranger
-from hf_posenc.evaluation.result import check_alike
+from hf_posenc.evaluation.result import check_alike, perplexity
 from hf_posenc.evaluation.shift import TOLERATED
 from hf_posenc.report.diagnosis_plots import plot_comparison, plot_diagnosis
 from hf_posenc.report.files import check_output, write_results, write_table
@@ -122,7 +121,7 @@ def _moved(d: Diagnosis) -> list[str]:
         return [f"Moved: the same text by up to {max(d.shift.nll):,} positions further costs nothing."]
     said = (
         f"Moved: the same text {at:,} positions further costs {cost:.2f} nats a token more, which is "
-        f"{math.exp(cost):.3g} times the perplexity"
+        f"{perplexity(cost):.3g} times the perplexity"
     )
     if cost > TOLERATED:
         return [f"{said}. Text stays as good as at the start (within {TOLERATED}) up to position {d.shift.usable:,}."]
