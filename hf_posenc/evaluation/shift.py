@@ -77,7 +77,7 @@ def loss_by_shift(
     start = first_position(model)
     inputs, targets = _next_tokens(rows) if mask_token_id is None else _masked_tokens(rows, mask_token_id)
     places = torch.arange(rows.shape[1]).expand(len(inputs), -1) + start
-    nll = {}
+    nll: dict[int, float] = {}
     for shift in sorted(shifts):
         batches = zip(inputs.split(_BATCH), (places + shift).split(_BATCH), targets.split(_BATCH), strict=True)
         try:
