@@ -219,11 +219,11 @@ def _merged(near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], shared: Ten
     (output, total), (far_output, far_total) = near, far
     far_total = far_total + shared
     both = torch.logaddexp(total, far_total)
-    return output * _share(total, both, output) + far_output * _share(far_total, both, output), both
+    return output * _share(total, both) + far_output * _share(far_total, both), both
 
 
-def _share(total: Tensor, both: Tensor, output: Tensor) -> Tensor:
-    return (total - both).exp()[..., None].to(output.dtype)
+def _share(total: Tensor, both: Tensor) -> Tensor:
+    return (total - both).exp()[..., None]
 
 
 def _kernel_gradients(*states: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, ...]:

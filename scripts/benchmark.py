@@ -22,7 +22,7 @@ BLOCK = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", flags=re.DO
 def main(
     short: Annotated[bool, typer.Option(help="Only the rows that take seconds.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often every model works.")] = 7,
-    only: Annotated[str, typer.Option(help="Only rows whose 'subject work' contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Only rows whose subject, work, dtype and limit contain this.")] = "",
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("benchmark.json"),
     readme: Annotated[
         Path | None, typer.Option(help="Measure nothing: keep the JSON of this run, and write its table into README.")
@@ -36,8 +36,9 @@ def main(
     warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about names that the oldest one needs
     transformers.logging.set_verbosity_error()
     rows = [row for row in rows_of(GOALS) if row.short or not short]
+    rows = [row for row in rows if only in " ".join((row.subject, row.work, row.dtype, row.limit))]
     outcomes = []
-    for outcome in measure([row for row in rows if only in f"{row.subject} {row.work}"], rounds=rounds):
+    for outcome in measure(rows, rounds=rounds):
         outcomes.append(outcome)
         print(*cells(outcome), flush=True)
         output.write_text(as_json(outcomes, rounds=rounds) + "\n")
