@@ -25,8 +25,10 @@ def main() -> int:
     parser.add_argument("--learning_rates", nargs="+", type=float, default=rates, help="The best one is reported.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Order of rows.")
     parser.add_argument("--text", choices=list(TEXTS), default="unseen", help="By the original, in its pretraining.")
+    parser.add_argument("--batch_size", type=int, default=Recipe.batch_size, help="Rows in a step.")
     asked = parser.parse_args()
-    todo = cells(asked.targets, asked.rungs, asked.percents, asked.learning_rates, asked.seeds, asked.text)
+    grid = (asked.targets, asked.rungs, asked.percents, asked.learning_rates, asked.seeds)
+    todo = cells(*grid, text=asked.text, batch_size=asked.batch_size)
     try:
         print(study(asked.output, list(todo)))
     except PosencError as error:

@@ -73,11 +73,15 @@ class Cell:
     rung: str
     learning_rate: float = Recipe.learning_rate
     text: str = UNSEEN
+    batch_size: int = Recipe.batch_size
 
     @property
     def name(self) -> str:
         """The name of its folder."""
-        return f"{self.target}_{self.rung}_{self.percent:g}pct_lr{self.learning_rate:g}_seed{self.seed}_{self.text}"
+        return (
+            f"{self.target}_{self.rung}_{self.percent:g}pct_lr{self.learning_rate:g}_batch{self.batch_size}"
+            f"_seed{self.seed}_{self.text}"
+        )
 
     def recipe(self, pretrained: int) -> Recipe:
         """Return its recipe; stages that the target has no use for are off."""
@@ -85,7 +89,7 @@ class Cell:
         if self.target not in FITTED:
             stages.pop("calibrate", None)
         tokens = round(self.percent / 100 * pretrained)
-        return Recipe(tokens=tokens, learning_rate=self.learning_rate, **stages)
+        return Recipe(tokens=tokens, batch_size=self.batch_size, learning_rate=self.learning_rate, **stages)
 
 
 def cells(
@@ -94,7 +98,9 @@ def cells(
     percents: Sequence[float],
     rates: Sequence[float],
     seeds: Sequence[int],
-    text: str,
+    *,
+    text: str = UNSEEN,
+    batch_size: int = Recipe.batch_size,
 ) -> Iterator[Cell]:
     """Yield the runs, the cheapest first; the original has only what needs no start (`OF_ORIGINAL`)."""
     for percent in sorted(percents):
@@ -103,7 +109,7 @@ def cells(
                 for target in targets:
                     for rung in rungs:
                         if target != ORIGINAL or rung in OF_ORIGINAL:
-                            yield Cell(percent, seed, target, rung, rate, text)
+                            yield Cell(percent, seed, target, rung, rate, text, batch_size)
 
 
 def study(output: str | Path, todo: Sequence[Cell]) -> Path:

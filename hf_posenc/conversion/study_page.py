@@ -99,7 +99,7 @@ def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     seeds = f", {row['seeds']} seeds ± {row['spread'] / 2:.3f}" if row["seeds"] > 1 else ""
-    return f"{row['ratio']:.3f} ({row['learning_rate']:g}{seeds})"
+    return f"{row['ratio']:.3f} ({row['learning_rate']:g} x {row['batch_size']}{seeds})"
 
 
 def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
@@ -122,9 +122,10 @@ def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
 
 
 def _alike(found: dict[tuple[str, str], Row], target: str, less: str, more: str) -> bool:
-    """Tell whether two sets of stages did best at the same learning rate, so that stages alone tell them apart."""
+    """Tell whether two sets of stages did best at the same rate and batch, so that stages alone tell them apart."""
     other = found.get((target, less))
-    return other is not None and other["learning_rate"] == found[target, more]["learning_rate"]
+    own = found[target, more]
+    return other is not None and all(other[name] == own[name] for name in ("learning_rate", "batch_size"))
 
 
 def _change(change: float, spread: float | None) -> str:

@@ -21,6 +21,7 @@ LENGTH = 128
 LENGTHS = tuple(LENGTH * 2**step for step in range(5))
 SLIDING = (LENGTH, 8 * LENGTH)
 SEEN, UNSEEN = "seen", "unseen"
+KEY = ("percent", "target", "rung", "learning_rate", "batch_size")
 RESULT, SUMMARY, PLOT, README = "result.json", "summary.json", "recovery.png", "README.md"
 Row = dict[str, Any]
 
@@ -38,22 +39,19 @@ def write_report(folder: Path) -> Path:
 
 
 def summarize(runs: Iterable[Row]) -> list[Row]:
-    """Return a row for every target, set of stages, budget and learning rate, averaged over seeds.
+    """Return a row for every target, set of stages, budget, learning rate and batch size, averaged over seeds.
 
     Losses are in nats a token. `ratio` is perplexity over that of the original trained on as many tokens, by the text,
     loss and rate with which it ends lowest, None where no such run is done; `of_original` over that of the original as
     it is; `spread` is the ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other
-    learning rate came lower on the rows of the selection, which are not those that `end` is of (a run without them
+    rate and batch came lower on the rows of the selection, which are not those that `end` is of (a run without them
     counts by its `end`).
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in runs:
-        key = (run["percent"], run["target"], label(run), run["learning_rate"])
+        key = (run["percent"], run["target"], label(run), run["learning_rate"], run["batch_size"])
         groups.setdefault(key, []).append(_measured(run))
-    rows = [
-        {**dict(zip(("percent", "target", "rung", "learning_rate"), key, strict=True)), **_mean(group)}
-        for key, group in sorted(groups.items())
-    ]
+    rows = [{**dict(zip(KEY, key, strict=True)), **_mean(group)} for key, group in sorted(groups.items())]
     for row in rows:
         alike = [other["selected"] for other in rows if _same(other, row, "percent", "target", "rung")]
         row["best"] = row["selected"] == min(alike)
