@@ -72,8 +72,8 @@ def test_fewer_tokens_are_said_to_be_better_only_where_they_are() -> None:
     naive = run("nope", "naive", 23, percent=10)
     reference = run("original", "naive", 20, percent=10)
     better = page(reference, naive, run("nope", "start+distill", 22))
-    assert "| nope | 23.00 | 2 % | start+distill | 22.00 | yes |" in better
-    assert "| nope | 23.00 | 2 % | start+distill | 24.00 | no |" in page(
+    assert "| nope | naive | 23.00 | 2 % | start+distill | 22.00 | yes |" in better
+    assert "| nope | naive | 23.00 | 2 % | start+distill | 24.00 | no |" in page(
         reference, naive, run("nope", "start+distill", 24)
     )
 
