@@ -122,7 +122,7 @@ class Recipe(Stage):
     """
 
     tokens: int = 250_000
-    batch_size: int = 4
+    batch_size: int = 8
     learning_rate: float = 1e-3
     encoding_factor: float = 10.0
     attention_factor: float = 1.0

@@ -19,7 +19,7 @@ def run(target: str, rung: str, end: float, *, rate: float = 1e-3, seed: int = 0
     """Return the part of a result that the report reads: a model of perplexity 20, replaced 40, and at last `end`."""
     return {
         **{"target": target, "rung": rung, "learning_rate": rate, "seed": seed, "percent": percent, "seconds": 1.0},
-        **{"text": "unseen", "batch_size": 4},
+        **{"text": "unseen", "batch_size": 8},
         "stages": [
             {"stage": "replace", "before": math.log(20), "after": math.log(40)},
             {"stage": "text", "before": math.log(40), "after": math.log(end)},
@@ -101,7 +101,7 @@ def test_the_report_is_made_from_the_folders_alone(tmp_path: Path) -> None:
         (tmp_path / "runs" / str(number)).mkdir(parents=True)
         (tmp_path / "runs" / str(number) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     (tmp_path / "runs" / "stopped").mkdir()
-    assert "| naive | 1.250 (0.001 x 4) |" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "| naive | 1.250 (0.001 x 8) |" in write_report(tmp_path).read_text(encoding="utf-8")
     assert (tmp_path / "recovery.png").stat().st_size > 1000
     assert len(json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["runs"]) == 2
 
