@@ -79,20 +79,19 @@ def rule(axes: Axes) -> None:
 def mark_trained(axes: Axes, lengths: Sequence[int]) -> None:
     """Mark the lengths that models were trained for."""
     left, right = axes.get_xlim()
-    for length in lengths:
-        if left <= length <= right:
-            axes.axvline(length, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(
-                f"trained length {length:,}",
-                (length, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(5, -3),
-                textcoords="offset points",
-                va="top",
-                fontsize=9,
-                color=GREY,
-                path_effects=_HALO,
-            )
+    for row, length in enumerate(length for length in lengths if left <= length <= right):
+        axes.axvline(length, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            f"trained length {length:,}",
+            (length, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, -3 - row * _LABEL_POINTS),  # each below the one before, which may be near
+            textcoords="offset points",
+            va="top",
+            fontsize=9,
+            color=GREY,
+            path_effects=_HALO,
+        )
 
 
 def label_lines(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:

@@ -81,9 +81,11 @@ def _trained(d: Diagnosis) -> list[str]:
         return [f"Table: no row was ever trained, all are as long as they were drawn ({table.initial:.2f})."]
     if table.trained == rows:
         said = f"Table: every row has moved away from the length it was drawn with ({table.initial:.2f})"
+    elif table.trained == rows - 1:
+        said = f"Table: the last row was never trained, it is no longer than it was drawn ({table.initial:.2f})"
     else:
         said = (
-            f"Table: rows from position {table.trained + 1:,} on were never trained, they are as long as they were "
+            f"Table: rows from position {table.trained + 1:,} on were never trained, they are no longer than they were "
             f"drawn ({table.initial:.2f})"
         )
     weak = f"; after position {table.strong:,} rows are shorter than most, for less training"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from hf_posenc.evaluation.diagnosis import Diagnosis
 from hf_posenc.evaluation.score_terms import TERMS
 from hf_posenc.plots import COLOURS, GREY, STYLE, save
+from hf_posenc.plots.ticks import cut_short
 
 _WORDS = ("words with words", "words with places", "places with words", "places with places")
 _BESIDE = {"fontsize": 8.5, "frameon": False}
@@ -30,7 +32,9 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path | str) -> list[Path]:
         figure = _page(4.7 * wide, 4.4 * deep)
         for index, panel in enumerate(panels):
             panel(figure.add_subplot(deep, wide, index + 1), diagnosis)
-        figure.suptitle(f"{diagnosis.name}: {diagnosis.kind}", x=0.01, ha="left", fontweight="bold", fontsize=13)
+        figure.suptitle(
+            f"{cut_short(diagnosis.name, 80)}: {diagnosis.kind}", x=0.01, ha="left", fontweight="bold", fontsize=13
+        )
         return save(figure, path)
 
 
@@ -39,16 +43,16 @@ def plot_comparison(found: Sequence[Diagnosis], path: Path | str) -> list[Path]:
     with rc_context(STYLE | {"axes.titlesize": 10.5}):
         figure = _page(14, 4.8)
         moved, shares, alike = (figure.add_subplot(1, 3, place) for place in (1, 2, 3))
-        for d, colour in zip(found, _cycle(len(found)), strict=True):
+        for index, d in enumerate(found):
+            line: Any = {"color": COLOURS[index % len(COLOURS)], "label": cut_short(d.name, 40)}
+            line["linestyle"] = "-" if index // len(COLOURS) % 2 == 0 else "--"
             layers = range(1, len(d.layers) + 1)
-            shares.plot(
-                layers, np.multiply(d.position_share, 100), color=colour, marker="o", markersize=4, label=d.name
-            )
+            shares.plot(layers, np.multiply(d.position_share, 100), **line, marker="o", markersize=4)
             if d.shift is not None:
-                moved.plot(list(d.shift.nll), list(d.shift.nll.values()), color=colour, label=d.name)
+                moved.plot(list(d.shift.nll), list(d.shift.nll.values()), **line)
             similarity = _similarity(d)
             if similarity is not None:
-                alike.plot(range(1, len(similarity)), similarity[1:], color=colour, label=d.name)
+                alike.plot(range(1, len(similarity)), similarity[1:], **line)
         _dress(moved, "The same text at later positions", "positions moved by", "loss in nats a token")
         _dress(shares, "Scores that positions explain", "layer", "% of their variance")
         shares.set_ylim(bottom=0)

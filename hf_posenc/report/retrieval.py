@@ -20,9 +20,11 @@ from hf_posenc.evaluation import RetrievalGrid
 from hf_posenc.evaluation.result import check_alike
 from hf_posenc.evaluation.retrieval_tasks import TASKS
 from hf_posenc.plots import GREY, STYLE, save
+from hf_posenc.plots.ticks import cut_short
 from hf_posenc.report.files import check_output, write_results, write_table
 
 PLOT_NAME = "retrieval"
+_PER_INCH = 9.5  # characters of a title
 TITLE = "Retrieval against length"
 
 
@@ -91,13 +93,13 @@ def plot_retrieval(grids: Sequence[RetrievalGrid], path: Path | str, *, title: s
     with rc_context(STYLE | {"axes.titlesize": 10.5}):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
         wide = max(2.2, 0.62 * max(len(grid.lengths) for grid in grids) + 0.6)
-        figure = Figure(figsize=(wide * len(tasks) + 1, 2.6 * len(models) + 0.8), dpi=160, layout=layout)
+        figure = Figure(figsize=(wide * len(tasks) + 1, 2.8 * len(models) + 0.8), dpi=160, layout=layout)
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=13)
         for grid in grids:
             row, column = models.index(grid.name), tasks.index(grid.task)
             axes = figure.add_subplot(len(models), len(tasks), row * len(tasks) + column + 1)
             _draw(axes, grid)
-            axes.set_title(f"{grid.name}, {grid.task}")
+            axes.set_title(f"{cut_short(grid.name, int(wide * _PER_INCH))}\n{grid.task}")
         return save(figure, path)
 
 
@@ -119,6 +121,7 @@ def _draw(axes: Axes, grid: RetrievalGrid) -> None:
         within = sum(length <= grid.trained_length for length in grid.lengths)
         if 0 < within < len(grid.lengths):
             axes.axvline(within - 0.5, color=GREY, linewidth=1.6, linestyle=(0, (4, 3)))
+            axes.set_xlabel("tokens (dashed: trained length)")
 
 
 def write_retrieval(
