@@ -19,14 +19,10 @@ def forward(model: nn.Module, **inputs: Any) -> Any:
     """
     try:
         output = model(**inputs)
-    except LengthError:
+    except (IndexError, RuntimeError) as error:
+        if reason := _limit(error):
+            raise LengthError(f"{type(model).__name__}: {reason}") from error
         raise
-    except IndexError as error:  # what torch raises where a table ends
-        raise LengthError(f"{type(model).__name__} has no place for so many tokens ({error})") from error
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise LengthError("so many tokens do not fit into memory") from error
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
         raise UnsupportedFamilyError(
@@ -34,6 +30,16 @@ def forward(model: nn.Module, **inputs: Any) -> Any:
             "model, such as AutoModelForCausalLM."
         )
     return output
+
+
+def _limit(error: Exception) -> str | None:
+    """Return what an error of torch says of the length of the inputs, None where it is about anything else."""
+    said = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+        return "so many tokens do not fit into memory"
+    if isinstance(error, IndexError) and ("out of range in self" in said or "out of bounds for dimension" in said):
+        return f"there is no place for so many tokens ({said})"
+    return None
 
 
 def device_of(model: nn.Module) -> torch.device:

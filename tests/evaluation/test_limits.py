@@ -70,7 +70,7 @@ def test_experts_that_return_more_than_states_are_measured() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "do not fit into memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), "do not fit into memory"),
-        (IndexError("index out of range in self"), "has no place for so many tokens"),
+        (IndexError("index out of range in self"), "no place for so many tokens"),
     ],
 )
 def test_a_length_that_fails_is_refused_and_the_others_are_kept(error: Exception, reason: str) -> None:
@@ -85,6 +85,17 @@ def test_a_length_that_fails_is_refused_and_the_others_are_kept(error: Exception
     curve = perplexity_by_length(model, DOCUMENTS, [16, 32])
     assert curve.ppl == {16: whole}
     assert reason in curve.refused[32]
+
+
+def test_a_mistake_in_a_model_is_not_taken_for_its_length() -> None:
+    model = gpt2()
+
+    def fail(*_: Any) -> None:
+        raise IndexError("list index out of range")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(IndexError, match="list index"):
+        perplexity_by_length(model, DOCUMENTS, [16])
 
 
 def test_weights_on_no_device_are_refused_and_offloaded_ones_are_fetched() -> None:
