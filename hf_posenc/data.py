@@ -267,7 +267,8 @@ def _text_of(line: str, path: Path, number: int) -> str:
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {number}, is not JSON: {error.msg}.") from error
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        shown = sorted(record) if isinstance(record, dict) else type(record).__name__
+        kinds = {field: type(value).__name__ for field, value in record.items()} if isinstance(record, dict) else {}
+        shown = ", ".join(f"{field} ({kind})" for field, kind in sorted(kinds.items())) or type(record).__name__
         raise DataError(f"{path}, line {number}, has no string field 'text' (found: {shown}).")
     return str(record["text"])
 

@@ -95,22 +95,29 @@ def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity agai
 def describe_protocol(curves: Sequence[LengthCurve]) -> str:
     """Return one sentence saying how the numbers of one protocol were measured."""
     first = curves[0]
-    counts = sorted({count for curve in curves for count in curve.n_tokens.values()})
-    tokens = " to ".join(f"{count:,}" for count in dict.fromkeys(counts[:1] + counts[-1:])) or "no"
+    scored = _span([count for curve in curves for count in curve.n_tokens.values()])
     left_out = f" ({first.n_left_out:,} too short)" if first.n_left_out else ""
     start = {
         "none": "no BOS token",
         "prepend": "a BOS token before each document",
-        "every_window": "special tokens around each window",
-    }[first.bos_policy]
+        "every_window": "special tokens around each window"
+        if first.n_correct
+        else "a BOS token in front of each window",
+    }.get(first.bos_policy, f"BOS policy {first.bos_policy}")
     how = in_words(first.protocol, span_of_strides(curves))
-    return f"{how}; {tokens} tokens scored in {counted(first.n_documents, 'document')}{left_out}, {start}"
+    return f"{how}; {scored} scored in {counted(first.n_documents, 'document')}{left_out}, {start}"
 
 
 def span_of_strides(curves: Sequence[LengthCurve]) -> str:
     """Return the strides of these curves in words: one number of tokens, or from which to which."""
-    strides = sorted({stride for curve in curves for stride in curve.stride.values()})
-    return " to ".join(f"{stride:,}" for stride in dict.fromkeys(strides[:1] + strides[-1:])) + " tokens"
+    return _span([stride for curve in curves for stride in curve.stride.values()])
+
+
+def _span(counts: Sequence[int]) -> str:
+    """Return numbers of tokens in words, as "1 token", "16 to 32 tokens" or "no tokens"."""
+    if len(set(counts)) < 2:
+        return counted(counts[0], "token") if counts else "no tokens"
+    return f"{min(counts):,} to {max(counts):,} tokens"
 
 
 class _Notes:
