@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_posenc.errors import DataError
 from hf_posenc.evaluation.protocols import PROTOCOLS
 from hf_posenc.evaluation.result import Result, json_ready, perplexity
 
@@ -159,11 +160,17 @@ class LengthCurve(Result):
         """Rebuild a curve from `to_dict` or its JSON; derived numbers are computed again, not read.
 
         Raises:
-            DataError: a field is missing.
+            DataError: a field is missing, or a sum or a count is no number that could be measured.
         """
         values = cls._fields_of(data, called="length curve")
         for name in _BY_LENGTH:
             values[name] = {int(length): _from_json(value) for length, value in values[name].items()}
+        for length, total in values["nll_sum"].items():
+            count = values["n_tokens"].get(length)
+            if not (isinstance(total, (int, float)) and math.isfinite(total) and isinstance(count, int) and count > 0):
+                raise DataError(
+                    f"The curve of {values['name']} has {total} nats for {count} tokens at {length}: damaged."
+                )
         return cls(**(values | {"lengths": tuple(values["lengths"])}))
 
 

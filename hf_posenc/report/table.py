@@ -93,8 +93,10 @@ def length_table(curves: Sequence[LengthCurve], *, title: str = "Perplexity agai
 
 
 def describe_protocol(curves: Sequence[LengthCurve]) -> str:
-    """Return one sentence saying how the numbers of one protocol were measured."""
+    """Return one sentence saying how the numbers of one protocol were measured, or that there are none."""
     first = curves[0]
+    if not any(curve.n_tokens for curve in curves):
+        return "nothing could be measured"
     scored = _span([count for curve in curves for count in curve.n_tokens.values()])
     left_out = f" ({first.n_left_out:,} too short)" if first.n_left_out else ""
     start = {

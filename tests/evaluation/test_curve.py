@@ -64,6 +64,9 @@ def test_json_gives_the_same_curve_back() -> None:
     data = json.loads(json.dumps(curve.to_dict(), sort_keys=True))
     assert LengthCurve.from_dict(data) == curve
     assert data["ppl"]["16"] == curve.ppl[16]
+    for name, value in (("nll_sum", None), ("nll_sum", float("nan")), ("n_tokens", 0)):
+        with pytest.raises(DataError, match="at 16: damaged"):
+            LengthCurve.from_dict(data | {name: data[name] | {"16": value}})
     del data["stderr"]
     with pytest.raises(DataError, match="stderr missing"):
         LengthCurve.from_dict(data)
