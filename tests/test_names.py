@@ -105,7 +105,7 @@ def test_plots_of_a_diagnosis_never_overwrite_each_other() -> None:
 def test_counts_are_said_in_the_words_of_a_reader() -> None:
     one = curve("m", {128: 3.0}, n_tokens={128: 1}, stride={128: 1}, protocol="sliding")
     assert "windows sliding by 1 token; 1 token scored in 1 document, no BOS" in text_of(length_table([one]))
-    none = curve("m", {}, refused={length: "no" for length in (128, 256, 512)})
+    none = curve("m", {}, refused=dict.fromkeys((128, 256, 512), "no"))
     assert "nothing could be measured" in text_of(length_table([none]))
     bos = dataclasses.replace(one, bos_policy="every_window", protocol="yarn")
-    assert "a BOS token in front of each window" in text_of(length_table([bos]))
+    assert "a BOS token in front of each window" in " ".join(text_of(length_table([bos])).split())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import ConfigError, UnsupportedFamilyError
+from hf_posenc.errors import ConfigError, DataError, UnsupportedFamilyError
 from hf_posenc.evaluation.curve import LengthCurve
 from hf_posenc.evaluation.documents import BOS_EVERY_WINDOW, BOS_NONE, Corpus, Documents
 from hf_posenc.evaluation.forward import device_of, forward
@@ -71,6 +71,8 @@ def masked_perplexity_by_length(
             f"lengths={ordered}, every={every!r}."
         )
     corpus = prepare_for(model, documents, tokenizer=tokenizer, bos_policy=BOS_NONE)
+    if any([int(ids[0])] == frame.first or [int(ids[-1])] == frame.last for ids in corpus.documents):
+        raise DataError("A document has end tokens already, and every window is given them: leave them out.")
     filler = _Filler(model, corpus, frame, every, batch_size)
     return Measurement(
         model=model,

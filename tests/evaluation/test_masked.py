@@ -58,6 +58,12 @@ def test_each_token_is_hidden_alone_in_its_window(every: int) -> None:
     assert curve.bits_per_byte is None  # no probability of the text
 
 
+@pytest.mark.parametrize("document", [[CLS, 8, 9], [8, 9, SEP]])
+def test_end_tokens_are_not_given_twice(document: list[int]) -> None:
+    with pytest.raises(DataError, match="end tokens already"):
+        masked_perplexity_by_length(bert(), [document], [12], tokenizer=TOKENIZER)
+
+
 def test_a_uniform_masked_model_scores_its_vocabulary_and_a_table_ends() -> None:
     model = bert()
     for weight in (model.cls.predictions.decoder.weight, model.cls.predictions.decoder.bias):
