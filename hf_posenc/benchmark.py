@@ -188,12 +188,13 @@ def as_markdown(path: Path) -> str:
         row, shown = outcome.row, cells(outcome)
         if not outcome.met:
             shown[4] = f"**{shown[4]}**"
-            missed.append(f"- {row.subject}, {row.work} at {row.length:,}: {shown[4]} for {shown[5]}; {row.note}.")
+            reason = f"; {row.note}" if row.note else ""
+            missed.append(f"- {row.subject}, {shown[2]} at {row.length:,}: {shown[4]} for {shown[5]}{reason}.")
         lines.append("| " + " | ".join(shown) + " |")
     met = f"{len(outcomes) - len(missed)} of {len(outcomes)} goals are met."
     stated = (
         f"torch {head['torch']}, transformers {head['transformers']}, {head['processor']}; one thread's CPU time, the "
-        f"least of {head['rounds']} rounds. {met}" + (" Missed, and what binds:" if missed else "")
+        f"least of {head['rounds']} rounds. {met}" + (" Missed, and what binds where that is known:" if missed else "")
     )
     return "\n".join([*lines, "", stated, *(["", *missed] if missed else [])])
 

@@ -25,6 +25,8 @@ from hf_posenc.reach import attend_once, bias_by_distance, lowest_bias
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
 from hf_posenc.toeplitz import CHUNK, Band, Heads, attend, trusted
 
+WINDOWED = 2048
+"""Keys from which on heads with windows of their own take less time than all of them together."""
 FEWEST = 1024
 """Keys from which on it pays to find out what a single query sees."""
 
@@ -225,7 +227,7 @@ def _by_distance(scores: Scores, states: tuple[Tensor, ...], band: Band) -> Tens
         table = table.masked_fill(signed < 0, -torch.inf)
         if CHUNK < band.first + band.queries <= band.keys:
             table = table.masked_fill(_too_far(query, key, table, band, scores.scaling), -torch.inf)
-            windows = _windows(table, signed)
+            windows = _windows(table, signed) if band.keys >= WINDOWED else windows
     bands = tuple((heads, dataclasses.replace(band, window=window)) for window, heads in windows.items())
     return attend(query, key, value, table.contiguous(), bands=bands, scale=scores.scaling)
 

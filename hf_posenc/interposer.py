@@ -40,6 +40,7 @@ from hf_posenc.scores import (
     with_gates,
     without_gates,
 )
+from hf_posenc.toeplitz import trusted
 
 NAME = __name__.replace(".", "_")
 """Under this name stands `posenc_attention`; the code beside a saved model is a module of its own and has its own."""
@@ -273,6 +274,7 @@ def posenc_attention(
 
     # the CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
     wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
+    wide = wide and (torch.compiler.is_compiling() or trusted(query.dtype))
     dtype = torch.float32 if wide else query.dtype
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     known = {"mask": attention_mask, "causal": causal, "dtype": dtype, "scaling": scaling, "factor": factor}

@@ -95,7 +95,10 @@ def dense(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if (causal or name not in CAUSAL_ONLY) and (name != "cope" or dtype == torch.float64)
     ],
 )
-def test_output_and_gradients_are_those_of_the_dense_bias(name: str, causal: bool, dtype: torch.dtype) -> None:
+def test_output_and_gradients_are_those_of_the_dense_bias(
+    name: str, causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "WINDOWED", 500)
     sizes = ((7, 7), (300, 300), (40, 300), (270, 600)) if causal else ((7, 7), (300, 300))
     for queries, keys in sizes:
         scores, *states = call(name, queries, keys, causal=causal, dtype=dtype)
