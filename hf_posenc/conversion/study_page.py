@@ -177,7 +177,11 @@ def _is(row: Row, target: str, percent: float) -> bool:
 
 def _lengths(rows: Sequence[Row]) -> str:
     """Return perplexity past the trained length over that at it, of the best stages at every budget."""
-    own = [row for row in rows if row["rung"] != NAIVE and any(name.startswith("nonoverlapping") for name in row)]
+    own = [
+        row
+        for row in rows
+        if not row["rung"].startswith(NAIVE) and any(name.startswith("nonoverlapping") for name in row)
+    ]
     columns = [name for name in (own[0] if own else {}) if name.startswith(("nonoverlapping", "sliding"))]
     lines = []
     for target in _targets(own):

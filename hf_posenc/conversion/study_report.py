@@ -53,8 +53,8 @@ def summarize(runs: Iterable[Row]) -> list[Row]:
         groups.setdefault(key, []).append(_measured(run))
     rows = [{**dict(zip(KEY, key, strict=True)), **_mean(group)} for key, group in sorted(groups.items())]
     for row in rows:
-        alike = [other["selected"] for other in rows if _same(other, row, "percent", "target", "rung")]
-        row["best"] = row["selected"] == min(alike)
+        alike = [other for other in rows if _same(other, row, "percent", "target", "rung")]
+        row["best"] = row is min(alike, key=lambda other: (-other["seeds"], other["selected"]))
         trained = [o["end"] for o in rows if o["target"] == ORIGINAL and o["percent"] == row["percent"]]
         row["ratio"] = math.exp(row["end"] - min(trained)) if trained else None
         lost = row["replaced"] - min(trained, default=row["untrained"])
