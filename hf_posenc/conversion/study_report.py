@@ -43,9 +43,9 @@ def summarize(runs: Iterable[Row]) -> list[Row]:
 
     Losses are in nats a token. `ratio` is perplexity over that of the original trained on as many tokens, by the text,
     loss and rate with which it ends lowest, None where no such run is done; `of_original` over that of the original as
-    it is; `spread` is the ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether no other
-    rate and batch came lower on the rows of the selection, which are not those that `end` is of (a run without them
-    counts by its `end`).
+    it is; `spread` is the ratio of the highest to the lowest perplexity over seeds, less 1; `best` whether, of
+    the settings with most seeds, no rate and batch came lower on the rows of the selection, which are not those that
+    `end` is of (a run without them counts by its `end`).
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in runs:
