@@ -59,10 +59,11 @@ def test_the_decoder_of_an_encoder_decoder_is_not_taken_for_a_language_model(tmp
 def test_a_tokenizer_without_words_is_none(tmp_path: Path) -> None:
     """For GPT-2, transformers makes a tokenizer that knows no token out of a folder without any of its files."""
     path = saved(gpt2(), tmp_path / "m", tokenizer=False)
+    (tmp_path / "a.txt").write_text(TEXTS[0], encoding="utf-8")
     with pytest.raises(CheckpointError, match="no tokenizer"):
         evaluate_checkpoints({"m": path}, TEXTS, [8])
     with pytest.raises(CheckpointError, match="no tokenizer"):
-        diagnose_checkpoints([path], tmp_path / "out")
+        diagnose_checkpoints([path], tmp_path / "out", documents=str(tmp_path / "a.txt"))
 
 
 @pytest.mark.parametrize("damage", ["weights", "config", "shape"])
@@ -90,7 +91,7 @@ def test_no_model_is_in_memory_beside_another(tmp_path: Path, monkeypatch: pytes
         return model, tokenizer
 
     monkeypatch.setattr(loading, "load", watched)
-    assert len(evaluate_checkpoints({"a": path, "b": path}, TEXTS, [8])) == 4
+    assert len(evaluate_checkpoints({"a": path, "b": path}, TEXTS, [8], protocols=["hf_docs"])) == 2
     assert len(alive) == 2
 
 
