@@ -49,6 +49,8 @@ def max_length(model: nn.Module) -> int | None:
     bias-based and sinusoidal models have no last position: how well they do past their trained length is a matter of
     measurement, not of this function. An encoder-decoder takes what the shorter of its text stacks takes.
     """
+    unwrap = getattr(model, "get_base_model", None)  # a PEFT wrapper hides where the table is
+    model = model if unwrap is None else unwrap()
     patched: list[Any] = [module for path, module in model.named_modules() if path.rpartition(".")[2] == "posenc"]
     ends = [module.max_positions() for module in patched]
     config: Any = getattr(model, "config", None)

@@ -66,15 +66,10 @@ def vocab_size(model: nn.Module) -> int | None:
 
 def position_refusal(model: nn.Module, length: int) -> str | None:
     """Return why the model cannot take `length` positions, None where no table of positions stops it."""
-    limit = _limit(model)
+    limit = max_length(model)
     if limit is None or length <= limit:
         return None
     return f"no position {limit + 1}: its table has {limit} rows for positions"
-
-
-def _limit(model: nn.Module) -> int | None:
-    unwrap = getattr(model, "get_base_model", None)  # a PEFT wrapper hides where the table is
-    return max_length(model if unwrap is None else unwrap())
 
 
 def model_name(model: nn.Module) -> str:
@@ -107,7 +102,7 @@ def trained_length(model: nn.Module) -> int | None:
         stated = stated_length(family, config)
     except UnsupportedFamilyError:
         return None
-    limit = _limit(model)  # RoBERTa's config counts the rows before position 0, and relatives without a record do
+    limit = max_length(model)  # RoBERTa's config counts the rows before position 0, and relatives without a record do
     return stated if limit is None else min(stated, limit)
 
 

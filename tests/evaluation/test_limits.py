@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, BloomConfig, BloomForCausalLM, GPT2LMHeadModel
 
+import hf_posenc as posenc
 from hf_posenc.errors import ConfigError, DataError
 from hf_posenc.evaluation import (
     key_token_perplexity,
@@ -120,6 +121,7 @@ def test_wrapped_models_give_the_numbers_of_what_they_wrap() -> None:
     assert (found.trained_length, found.refused) == (expected.trained_length, expected.refused)
     assert found.nll_sum == pytest.approx(expected.nll_sum)  # a fresh adapter adds nothing
     assert 128 in found.refused
+    assert posenc.max_length(adapted) == 64  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

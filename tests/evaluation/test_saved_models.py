@@ -91,7 +91,9 @@ def test_no_model_is_in_memory_beside_another(tmp_path: Path, monkeypatch: pytes
         return model, tokenizer
 
     monkeypatch.setattr(loading, "load", watched)
+    gc.freeze()  # what was there before need not be searched
     assert len(evaluate_checkpoints({"a": path, "b": path}, TEXTS, [8], protocols=["hf_docs"])) == 2
+    gc.unfreeze()
     assert len(alive) == 2
 
 
