@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -187,7 +188,8 @@ def test_a_fixed_target_shows_what_context_brings() -> None:
     assert (found.n_documents, found.n_left_out) == (2, 1)
     assert found.n_tokens == {8: 4, 16: 4, 64: 4}
     assert found.gain[64] == pytest.approx((8 / 7 + 8 / 8 - 8 / 63 - 8 / 64) / 2, rel=1e-9)
-    assert found.effective_length == 64
+    assert found.effective_length is None  # this model says of no length that it was trained for it
+    assert dataclasses.replace(found, trained_length=8).effective_length == 64
 
 
 def test_the_origin_says_which_bos_and_which_length_is_too_short() -> None:
