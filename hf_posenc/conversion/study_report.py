@@ -129,17 +129,20 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw recovery against the share of tokens, one panel a target and one line a set of stages."""
+    """Draw recovery against the share of tokens, one panel a target and one line a set of stages, dashed on seen text."""
     shown = [row for row in rows if row["target"] != ORIGINAL and row["best"] and row["recovery"] is not None]
     targets, rungs = _names(shown, "target") or [""], _names(shown, "rung")
     figure = Figure(figsize=(3.2 * len(targets), 3.6), layout="constrained")
     panels = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
+    stages = list(dict.fromkeys(rung.split(",")[0] for rung in rungs))
     for panel, target in zip(panels, targets, strict=True):
-        for rung, color in zip(rungs, (f"C{number}" for number in range(len(rungs))), strict=True):
+        for rung in rungs:
             line = [row for row in shown if row["target"] == target and row["rung"] == rung]
             if line:
                 x, y = [row["percent"] for row in line], [row["recovery"] for row in line]
-                panel.plot(x, y, marker=".", label=rung, color=color)
+                color, seen = f"C{stages.index(rung.split(',')[0])}", rung not in stages
+                style = {"marker": "o", "fillstyle": "none", "linestyle": "--"} if seen else {"marker": "."}
+                panel.plot(x, y, label=rung, color=color, **style)
         panel.axhline(1, color="grey", linewidth=0.8)
         panel.set(title=target, xlabel="tokens, % of pretraining", xscale="log")
         budgets = sorted({row["percent"] for row in shown})
