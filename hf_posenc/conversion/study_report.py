@@ -129,7 +129,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw recovery against the share of tokens, a panel for a target, a line for a set of stages, dashed on seen text."""
+    """Draw recovery against the share of tokens: a panel a target, a line a set of stages, dashed on seen text."""
     shown = [row for row in rows if row["target"] != ORIGINAL and row["best"] and row["recovery"] is not None]
     targets, rungs = _names(shown, "target") or [""], _names(shown, "rung")
     figure = Figure(figsize=(3.2 * len(targets), 3.6), layout="constrained")
