@@ -20,8 +20,8 @@ trained on just as many tokens, in whichever of the ways below ends lowest. Ever
 rates and batches that were tried for it, in brackets as rate x rows; they were chosen on 64 other held-out rows, those
 of runs on seen text on the ones that are reported. Sets of stages are compared at equal rates.
 
-The whole grid, with 0.5, 1 and 5 % and every set of stages for every target, costs a core some three hours a seed; **not run** is
-what there was no time for.
+The whole grid, with 0.5, 1 and 5 % and every set of stages for every target, costs a core some three hours a seed;
+**not run** is what there was no time for.
 
 The original knows its training text by heart: it is 0.6 nats better there than on held-out text. **Seen text** is that
 text; all other runs are trained on Python that the original never saw, the sources of the packages that this one needs.
