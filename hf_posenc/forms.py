@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_posenc.blocks import Blocks, attend_biased
 from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
+from hf_posenc.flex import FLEX, attend_flex
 from hf_posenc.positions import Positions
 from hf_posenc.reach import attend_once, bias_by_distance, lowest_bias
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
@@ -92,6 +93,8 @@ def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
         return "each length by itself past the original one"
     if not encoding.overrides("bias"):
         return "the stock attention function"
+    if model.config._attn_implementation == FLEX:
+        return "a bias by distance, looked up by flex_attention"
     fast = model.config._attn_implementation == "sdpa" and model.device.type == "cpu" and trusted(model.dtype)
     if fast and not encoding.overrides("temperature"):
         if encoding.overrides("distance_bias"):
@@ -119,6 +122,8 @@ def attend_in_form(
         Output (b, q, h, d), and the attention weights (b, h, q, k) where the backend gives them.
     """
     encoding, dropout = scores.encoding, given.get("dropout") or 0.0
+    if backend == FLEX:
+        return attend_flex(scores, query, key, value, **given)
     if encoding.overrides("score") or encoding.overrides("output_bias"):
         return attend_in_blocks(
             scores, own_attention(scores, dropout=dropout, maps=backend == "eager"), query, key, value

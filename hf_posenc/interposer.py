@@ -26,9 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.caching import remembered, update_measured
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
+from hf_posenc.flex import FLEX, carries
 from hf_posenc.forms import attend_in_form
 from hf_posenc.kernels import KERNELS
-from hf_posenc.positions import Positions, carried
+from hf_posenc.positions import Positions, carried, working_dtype
 from hf_posenc.scores import (
     Output,
     Scores,
@@ -74,7 +75,8 @@ def caches_bare_keys(encoding: Encoding) -> bool:
 def check_backend(encoding: Encoding, backend: str | None, *, packed: bool = False) -> None:
     """Raise BackendError where an attention backend would drop or distort the encoding, or texts `packed` in a row."""
     known = backend in ALL_ATTENTION_FUNCTIONS or {"/", "|"} & set(str(backend))  # transformers refuses any other
-    if (packed or uses_key_positions(encoding)) and known and backend not in BIAS_BACKENDS:
+    able = backend in BIAS_BACKENDS or (backend == FLEX and not packed and carries(encoding))
+    if (packed or uses_key_positions(encoding)) and known and not able:
         what = "document_ids" if packed else f"the scores of {type(encoding).__name__}"
         raise BackendError(
             f"attention backend {backend!r} has no way to carry {what}; "
@@ -275,7 +277,7 @@ def posenc_attention(
     # the CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
     wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
     wide = wide and (torch.compiler.is_compiling() or trusted(query.dtype))
-    dtype = torch.float32 if wide else query.dtype
+    dtype = working_dtype(query) if wide or backend == FLEX else query.dtype
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     known = {"mask": attention_mask, "causal": causal, "dtype": dtype, "scaling": scaling, "factor": factor}
     scores = Scores(encoding, positions, longest=call.longest, **known)

@@ -28,7 +28,7 @@ FLOORS = [
         "encodings families",
         "caching joint kernels length scores",
         "toeplitz reach",
-        "blocks",
+        "blocks flex",
         "forms",
         "interposer",
         "declared inputs",

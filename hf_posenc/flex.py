@@ -1,0 +1,122 @@
+"""Attention with a bias by distance in torch's flex_attention, whose kernels look the bias up as they go.
+
+No number is stored for a pair of tokens: a score gains the entry of a table, one number for every head and distance,
+that the positions of its query and key point at. Slots do not matter, so padding, caches and gaps need no other form.
+
+Nothing here is written for one device. The kernel of CPUs has no backward pass, which is refused by name; on others
+gradients reach the table, which has not been tried.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.integrations.flex_attention import compile_friendly_flex_attention
+
+from hf_posenc.config import Encoding
+from hf_posenc.errors import BackendError
+from hf_posenc.reach import bias_by_distance
+from hf_posenc.scores import Output, Scores, additive, tempered
+
+FLEX = "flex_attention"
+"""What transformers calls this backend."""
+
+
+def carries(encoding: Encoding) -> bool:
+    """Tell whether whatever the encoding does to scores it does by distance, in every layer."""
+    layers = getattr(encoding, "layers", None)
+    if layers is not None:
+        return all(carries(layer) for layer in layers)
+    own = any(encoding.overrides(hook) for hook in ("score", "output_bias"))
+    own = own or encoding.rotation_grows_after is not None
+    return not own and encoding.overrides("bias") == encoding.overrides("distance_bias")
+
+
+def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Output:
+    """Attend with a bias that a kernel looks up by distance.
+
+    Args:
+        scores: of a call whose encoding overrides `distance_bias`; the mask is None, additive or boolean, or the
+            `BlockMask` that transformers makes for this backend.
+        query: (b, h, q, d), rotated, not scaled.
+        key: (b, h_kv, k, d), rotated.
+        value: (b, h_kv, k, d).
+        **given: of what stock attention functions are given, `softcap` and `kernel_options` are heeded.
+
+    Returns:
+        Output (b, q, h, d), and None for the attention weights, which this backend does not give.
+
+    Raises:
+        BackendError: a backward pass on a CPU, dropout, or attention sinks, for none of which there is a kernel.
+    """
+    at, table = _places(scores, query)
+    _check(given, query, key, value, table)
+    softcap, mask, added, factor = given.get("softcap"), _block_mask(scores, query, key), None, scores.factor
+    if isinstance(scores.mask, Tensor):
+        added = additive(scores.mask, table.dtype).expand(*query.shape[:3], -1)  # (b, h, q, k)
+    if factor is not None:
+        query = tempered(query, factor)
+        factor = factor.expand(*query.shape[:3])  # (b, h, q)
+    (of_query, of_key) = at
+
+    def biased(score: Tensor, row: Tensor, head: Tensor, place: Tensor, slot: Tensor) -> Tensor:
+        bias = table[head, of_query[row, place] - of_key[row, slot]]
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        score = score + (bias if factor is None else bias * factor[row, head, place])
+        return score if added is None else score + added[row, head, place, slot]
+
+    output: Tensor = compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        training=torch.is_grad_enabled(),
+        score_mod=biased,
+        block_mask=mask,
+        enable_gqa=query.shape[1] != key.shape[1],
+        scale=scores.scaling,
+        kernel_options=given.get("kernel_options"),
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _places(scores: Scores, query: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return of every query, (b, q), and key, (b, k), what differs by their place in a table, and the table, (h, n)."""
+    of_query, of_key = scores.positions.query, scores.positions.key
+    known, asked = scores.positions.known, (FLEX, of_key.shape[1])
+    if asked not in known:  # once a forward: the numbers have to come from the device
+        known[asked] = int(of_query.min() - of_key.max()), int(of_query.max() - of_key.min())
+    lowest, highest = known[asked]
+    table = bias_by_distance(scores, torch.arange(lowest, highest + 1, device=query.device))
+    rows = query.shape[0]
+    # tensors alone differ between calls: for other whole numbers a kernel would be compiled again
+    return ((of_query - lowest).expand(rows, -1), of_key.expand(rows, -1)), table.expand(query.shape[1], -1)
+
+
+def _check(given: dict[str, Any], *states: Tensor) -> None:
+    if states[0].device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        raise BackendError(
+            f"{FLEX} has no backward pass on a CPU; ask within torch.no_grad(), train on a GPU, or change to the other "
+            "backend that needs no dense bias: model.set_attn_implementation('sdpa')."
+        )
+    lacking = "dropout" if given.get("dropout") else "sinks" if given.get("s_aux") is not None else None
+    if lacking is not None:
+        raise BackendError(f"{FLEX} knows no {lacking} beside a bias; use eager, or a model without {lacking}.")
+
+
+def _block_mask(scores: Scores, query: Tensor, key: Tensor) -> BlockMask | None:
+    """Return what hides keys block by block: the mask of the call, or a causal one where that was left to us."""
+    mask: Any = scores.mask
+    if isinstance(mask, BlockMask):
+        return mask
+    if not scores.triangle:
+        return None
+    past = scores.past
+
+    def seen(row: Tensor, head: Tensor, place: Tensor, slot: Tensor) -> Tensor:
+        return slot <= place + past
+
+    return create_block_mask(seen, None, None, query.shape[2], key.shape[2], device=query.device)
