@@ -52,15 +52,14 @@ def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **giv
     Raises:
         BackendError: a backward pass on a CPU, dropout, or attention sinks, for none of which there is a kernel.
     """
-    at, table = _places(scores, query)
-    _check(given, query, key, value, table)
+    (of_query, of_key), table = _places(scores, query)
+    _refuse_unable(given, query, key, value, table)
     softcap, mask, added, factor = given.get("softcap"), _block_mask(scores, query, key), None, scores.factor
     if isinstance(scores.mask, Tensor):
         added = additive(scores.mask, table.dtype).expand(*query.shape[:3], -1)  # (b, h, q, k)
     if factor is not None:
         query = tempered(query, factor)
         factor = factor.expand(*query.shape[:3])  # (b, h, q)
-    (of_query, of_key) = at
 
     def biased(score: Tensor, row: Tensor, head: Tensor, place: Tensor, slot: Tensor) -> Tensor:
         bias = table[head, of_query[row, place] - of_key[row, slot]]
@@ -96,11 +95,11 @@ def _places(scores: Scores, query: Tensor) -> tuple[tuple[Tensor, Tensor], Tenso
     return ((of_query - lowest).expand(rows, -1), of_key.expand(rows, -1)), table.expand(query.shape[1], -1)
 
 
-def _check(given: dict[str, Any], *states: Tensor) -> None:
+def _refuse_unable(given: dict[str, Any], *states: Tensor) -> None:
     if states[0].device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in states):
         raise BackendError(
-            f"{FLEX} has no backward pass on a CPU; ask within torch.no_grad(), train on a GPU, or change to the other "
-            "backend that needs no dense bias: model.set_attn_implementation('sdpa')."
+            f"{FLEX} has no backward pass on a CPU; ask within torch.no_grad(), or train with "
+            "model.set_attn_implementation('sdpa')."
         )
     lacking = "dropout" if given.get("dropout") else "sinks" if given.get("s_aux") is not None else None
     if lacking is not None:
@@ -109,12 +108,11 @@ def _check(given: dict[str, Any], *states: Tensor) -> None:
 
 def _block_mask(scores: Scores, query: Tensor, key: Tensor) -> BlockMask | None:
     """Return what hides keys block by block: the mask of the call, or a causal one where that was left to us."""
-    mask: Any = scores.mask
+    mask, past = scores.mask, scores.past
     if isinstance(mask, BlockMask):
         return mask
     if not scores.triangle:
         return None
-    past = scores.past
 
     def seen(row: Tensor, head: Tensor, place: Tensor, slot: Tensor) -> Tensor:
         return slot <= place + past

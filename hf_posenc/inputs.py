@@ -21,7 +21,7 @@ from hf_posenc.caching import evict, held_mask, note, remembered
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
-from hf_posenc.interposer import CACHE_ARGUMENTS, check_backend, uses_key_positions
+from hf_posenc.interposer import CACHE_ARGUMENTS, check_backend, check_cache, uses_key_positions
 from hf_posenc.joint import Joint
 from hf_posenc.positions import Positions, carried, carrying, padding_mask, resolve, within_documents
 
@@ -208,6 +208,7 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
     given: Any = states if states is not None else ids
     length, device = given.shape[1], given.device
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    check_cache(cache, model.config._attn_implementation)
     documents = _documents(model, encoding, kwargs, cache, given)
     positions = _positions(model, kwargs, cache, uses_key_positions(encoding), length, device, documents)
     kwargs["attention_mask"] = held_mask(cache, kwargs.get("attention_mask"), given.shape[:2])

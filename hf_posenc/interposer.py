@@ -84,6 +84,15 @@ def check_backend(encoding: Encoding, backend: str | None, *, packed: bool = Fal
         )
 
 
+def check_cache(cache: Any, backend: str | None) -> None:
+    """Raise BackendError for a static cache whose length flex_attention's mask reads while layers add to it."""
+    if backend == FLEX and getattr(cache, "is_compileable", False):
+        raise BackendError(
+            f"{FLEX} sees later tokens, or fails, over a static cache of transformers; use a DynamicCache, or "
+            "model.set_attn_implementation('sdpa')."
+        )
+
+
 class _Call:
     """One call of one attention module; stands in for its cache."""
 
