@@ -1,19 +1,21 @@
 """Attention with a bias by distance in torch's flex_attention, whose kernels look the bias up as they go.
 
-No number is stored for a pair of tokens: a score gains the entry of a table, one number for every head and distance,
-that the positions of its query and key point at. Slots do not matter, so padding, caches and gaps need no other form.
+A score gains the entry of a table, one number for every head and distance, that the positions of its query and key
+point at. Slots do not matter, so padding, caches and gaps need no other form.
 
-Nothing here is written for one device. The kernel of CPUs has no backward pass, which is refused by name; on others
-gradients reach the table, which has not been tried.
+On a GPU the kernel is compiled, as transformers compiles it, and gradients reach the table; this has not been tried.
+On a CPU there is no backward pass, which is refused by name, and the kernel is not compiled: torch 2.13 writes code
+that does not build once lengths change. There it holds the scores of all pairs, and `sdpa` is the fast backend.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
 from hf_posenc.config import Encoding
@@ -68,11 +70,12 @@ def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **giv
         score = score + (bias if factor is None else bias * factor[row, head, place])
         return score if added is None else score + added[row, head, place, slot]
 
-    output: Tensor = compile_friendly_flex_attention(
+    compiled = partial(compile_friendly_flex_attention, training=torch.is_grad_enabled())
+    kernel: Any = flex_attention if query.device.type == "cpu" else compiled
+    output: Tensor = kernel(
         query,
         key,
         value,
-        training=torch.is_grad_enabled(),
         score_mod=biased,
         block_mask=mask,
         enable_gqa=query.shape[1] != key.shape[1],
