@@ -111,7 +111,8 @@ def _refuse_unable(given: dict[str, Any], *states: Tensor) -> None:
 
 def _block_mask(scores: Scores, query: Tensor, key: Tensor) -> BlockMask | None:
     """Return what hides keys block by block: the mask of the call, or a causal one where that was left to us."""
-    mask, past = scores.mask, scores.past
+    mask: Any = scores.mask
+    past = scores.past
     if isinstance(mask, BlockMask):
         return mask
     if not scores.triangle:

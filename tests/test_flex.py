@@ -133,7 +133,7 @@ def test_is_verified_and_named() -> None:
 @pytest.mark.parametrize("name", ["fire", "shaw", "fox", "rerope"])
 def test_what_depends_on_more_than_distance_is_refused(name: str) -> None:
     model = SUBJECTS["llama"].fresh(attn_implementation=FLEX)
-    with pytest.raises(BackendError, match="'flex_attention' has no way to carry the scores of .*'sdpa'"):
+    with pytest.raises(BackendError, match=r"'flex_attention' has no way to carry the scores of .*'sdpa'"):
         posenc.patch(model, posenc.encoding(name))
     assert not posenc.is_patched(model)
 
