@@ -83,7 +83,7 @@ def test_positions_and_not_slots_make_the_distance() -> None:
     flex, eager = both("llama", posenc.encoding("t5"))
     ids, packed = tokens(2, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
     assert_same(logits(flex, ids, position_ids=packed), logits(eager, ids, position_ids=packed))
-    apart, everything = torch.arange(0, 60, 3)[None], torch.ones(2, 1, 20, 20).tril().bool()
+    apart, everything = torch.stack([torch.arange(0, 60, 3), torch.arange(20)]), torch.ones(2, 1, 20, 20).tril().bool()
     given = {"position_ids": apart, "attention_mask": everything}
     assert_same(logits(flex, ids, **given), logits(eager, ids, **given))
     assert float((logits(flex, ids, **given) - logits(flex, ids)).abs().max()) > 0.1
