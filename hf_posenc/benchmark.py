@@ -42,6 +42,7 @@ class Row:
         goal: what is limited is to be at most this.
         limit: `ratio` of the least CPU times, least CPU `seconds`, or peak memory, `MiB`, beyond that of the other one.
         dtype: of weights and states.
+        device: `cuda` for a row that means nothing on a CPU, else None.
         short: whether the row belongs to the short run.
         note: what binds where the goal is missed.
     """
@@ -53,6 +54,7 @@ class Row:
     goal: float
     limit: str = "ratio"
     dtype: str = "float32"
+    device: str | None = None
     short: bool = False
     note: str = ""
 
@@ -62,12 +64,11 @@ class Row:
             raise ConfigError(f"unknown limit {self.limit!r}; {did_you_mean(self.limit, LIMITS)}")
         if self.limit == "ratio" and self.against is None:
             raise ConfigError(f"a ratio needs a model to hold {self.subject!r} against.")
-        self.task  # noqa: B018 - checked when it is made
+        self.task()  # checked when it is made
 
-    @property
-    def task(self) -> Task:
-        """What the models do."""
-        return Task(work=self.work, length=self.length, dtype=self.dtype)
+    def task(self, device: str = "cpu") -> Task:
+        """Return what the models do, on that device."""
+        return Task(work=self.work, length=self.length, dtype=self.dtype, device=device)
 
     @property
     def models(self) -> list[str]:
@@ -110,17 +111,20 @@ def outcomes_of(path: Path) -> list[Outcome]:
     return [Outcome(**{**fields, "row": Row(**fields["row"])}) for fields in found]
 
 
-def measure(rows: Iterable[Row], *, rounds: int) -> Iterator[Outcome]:
+def measure(rows: Iterable[Row], *, rounds: int, device: str = "cpu") -> Iterator[Outcome]:
     """Measure the rows on one thread, neighbours that are held against the same model in the same rounds.
 
     Args:
-        rows: the claims.
+        rows: the claims; those for another device are left out.
         rounds: how often every model works, at least 1; all are warmed up once before.
+        device: `cpu` or `cuda`.
     """
+    rows = [row for row in rows if row.device in (None, device)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for (limit, against, task), group in itertools.groupby(rows, lambda row: (row.limit, row.against, row.task)):
+        alike = itertools.groupby(rows, lambda row: (row.limit, row.against, row.task(device)))
+        for (limit, against, task), group in alike:
             if limit == "MiB":
                 yield from _memory(list(group), against, task)
             else:
@@ -141,7 +145,7 @@ def _times(rows: list[Row], against: str | None, task: Task, *, rounds: int) -> 
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 1):
         for name in names:
-            times[name].append(seconds(jobs[name]))
+            times[name].append(seconds(jobs[name], task.device))
     del jobs
     errors = {name: error(name, task) for name in names} if task.dtype != "float32" else {}
     for row in rows:
@@ -173,7 +177,9 @@ COLUMNS = ("subject", "against", "work", "tokens", "measured", "goal", "time", "
 
 def as_table(outcomes: Iterable[Outcome]) -> Table:
     """Return the outcomes as a table to print, missed goals in bold."""
-    table = Table(*COLUMNS)
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, overflow="fold")
     for outcome in outcomes:
         table.add_row(*cells(outcome), style=None if outcome.met else "bold")
     return table
@@ -191,17 +197,19 @@ def as_markdown(path: Path) -> str:
             reason = f"; {row.note}" if row.note else ""
             missed.append(f"- {row.subject}, {shown[2]} at {row.length:,}: {shown[4]} for {shown[5]}{reason}.")
         lines.append("| " + " | ".join(shown) + " |")
+    time = "one thread's CPU time" if head["device"] == "cpu" else "time on the clock"
     met = f"{len(outcomes) - len(missed)} of {len(outcomes)} goals are met."
     stated = (
-        f"torch {head['torch']}, transformers {head['transformers']}, {head['processor']}; one thread's CPU time, the "
-        f"least of {head['rounds']} rounds. {met}" + (" Missed, and what binds where that is known:" if missed else "")
+        f"torch {head['torch']}, transformers {head['transformers']}, {head['processor']}; {time}, the least of "
+        f"{head['rounds']} rounds. {met}" + (" Missed, and what binds where that is known:" if missed else "")
     )
     return "\n".join([*lines, "", stated, *(["", *missed] if missed else [])])
 
 
-def as_json(outcomes: Iterable[Outcome], *, rounds: int) -> str:
+def as_json(outcomes: Iterable[Outcome], *, rounds: int, device: str = "cpu") -> str:
     """Return the outcomes with the versions and the processor that they were measured with."""
-    head = {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor()}
+    name = processor() if device == "cpu" else torch.cuda.get_device_name()
+    head = {"torch": torch.__version__, "transformers": transformers.__version__, "processor": name, "device": device}
     found = [asdict(outcome) for outcome in outcomes]
     return json.dumps({**head, "threads": 1, "rounds": rounds, "layers": LAYERS, "outcomes": found}, indent=1)
 

@@ -23,6 +23,7 @@ def main(
     short: Annotated[bool, typer.Option(help="Only the rows that take seconds.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often every model works.")] = 7,
     only: Annotated[str, typer.Option(help="Only rows whose subject, work, dtype and limit contain this.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: the same rows on a GPU, and those for one alone.")] = "cpu",
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("benchmark.json"),
     readme: Annotated[
         Path | None, typer.Option(help="Measure nothing: keep the JSON of this run, and write its table into README.")
@@ -38,10 +39,10 @@ def main(
     rows = [row for row in rows_of(GOALS) if row.short or not short]
     rows = [row for row in rows if only in " ".join((row.subject, row.work, row.dtype, row.limit))]
     outcomes = []
-    for outcome in measure(rows, rounds=rounds):
+    for outcome in measure(rows, rounds=rounds, device=device):
         outcomes.append(outcome)
         print(*cells(outcome), flush=True)
-        output.write_text(as_json(outcomes, rounds=rounds) + "\n")
+        output.write_text(as_json(outcomes, rounds=rounds, device=device) + "\n")
     Console().print(as_table(outcomes))
 
 

@@ -6,8 +6,10 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import hf_posenc as posenc
 from hf_posenc import benchmark, workload
@@ -23,8 +25,8 @@ def test_every_goal_names_models_that_there_are() -> None:
     rows = benchmark.rows_of(GOALS)
     assert any(row.short for row in rows)
     for name in {name for row in rows for name in row.models}:
-        stock, _, inside = name.partition("+")
-        assert stock in workload.STOCK
+        stock, _, inside = name.partition(":")[0].partition("+")
+        assert stock.partition("@")[0] in workload.STOCK
         assert not inside or inside in posenc.encodings()
 
 
@@ -47,7 +49,7 @@ def test_rows_against_one_model_share_its_rounds(monkeypatch: pytest.MonkeyPatch
     asked: list[str] = []
     monkeypatch.setattr(benchmark, "job", lambda name, _: asked.append(name) or (lambda: None))
     times = iter([9.0, 9.0, 9.0, 2.0, 1.0, 3.0, 4.0, 4.0, 2.0])  # a round to warm up and two more of three models
-    monkeypatch.setattr(benchmark, "seconds", lambda _: next(times))
+    monkeypatch.setattr(benchmark, "seconds", lambda *_: next(times))
     rows = [Row(subject=f"gpt2+{name}", against="gpt2", work="train", length=8, goal=1) for name in ("rope", "alibi")]
     first, second = benchmark.measure(rows, rounds=2)
     assert asked == ["gpt2+rope", "gpt2", "gpt2+alibi"]
@@ -74,7 +76,26 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a model"):
         Row(subject="gpt2", work="forward", length=8, goal=1)
     with pytest.raises(ConfigError, match="did you mean 'bloom'"):
-        workload.subject("blom", 8)
+        workload.subject("blom", Task(work="forward", length=8))
+    with pytest.raises(ConfigError, match="unknown device"):
+        Task(work="forward", length=8, device="gpu")
+
+
+def test_a_mask_of_all_pairs_says_what_alibi_says() -> None:
+    task = Task(work="forward", length=24)
+    model = workload.subject("gpt2", task)
+    torch.nn.init.zeros_(model.wpe.weight)
+    found: Any = workload._asked(model, workload._ids(task), attention_mask=workload._dense_alibi(model, task))
+    posenc.patch(model, posenc.Alibi())
+    expected: Any = workload._asked(model, workload._ids(task))
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
+    assert workload.seconds(workload.job("gpt2:dense", task)) > 0
+
+
+def test_a_row_for_a_gpu_alone_is_left_out_elsewhere() -> None:
+    row = Row(subject="llama@flex_attention+alibi", against="llama", work="forward", length=16, goal=1, device="cuda")
+    assert list(benchmark.measure([row], rounds=1)) == []
+    assert workload.seconds(workload.job(row.subject, row.task())) > 0
 
 
 def test_the_table_of_readme_is_that_of_the_last_complete_run() -> None:
