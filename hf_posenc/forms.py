@@ -8,9 +8,6 @@ padding, in a cache and in plain texts. Whatever is otherwise goes through the g
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,64 +19,13 @@ from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.flex import FLEX, attend_flex
 from hf_posenc.positions import Positions
-from hf_posenc.reach import attend_once, bias_by_distance, lowest_bias
+from hf_posenc.reach import attend_once, bias_by_distance
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
-from hf_posenc.toeplitz import CHUNK, Band, Heads, attend, trusted
+from hf_posenc.stretches import Seen, seen_keys, within_reach
+from hf_posenc.toeplitz import Band, attend, trusted
 
-WINDOWED = 2048
-"""Keys from which on heads with windows of their own take less time than all of them together."""
 FEWEST = 1024
 """Keys from which on it pays to find out what a single query sees."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Which keys the queries of a call see: those of one stretch a row, up to their own where the call is causal.
-
-    Attributes:
-        start: slot of the first query among the keys.
-        stretches: first slot, and slot behind the last one, of every row of the batch, or once for all rows.
-        causal: whether no query sees keys behind its own slot.
-    """
-
-    start: int
-    stretches: tuple[tuple[int, int], ...]
-    causal: bool
-
-
-def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> Seen | None:
-    """Return which keys a call sees, or None where that is more than a stretch a row, or where positions have gaps.
-
-    Args:
-        positions: of the call.
-        mask: None, boolean or additive, (1|b, 1|h, 1|q, k); an additive one is not looked into.
-        causal: whether a call without a mask means a causal one.
-    """
-    if positions.documents is not None:
-        return None
-    start, queries = int(positions.own_slots()[0]), positions.query.shape[1]
-    end, slots = start + queries, torch.arange(positions.key.shape[1])
-    if mask is None:
-        keep = (slots < end)[None]
-    elif mask.dtype != torch.bool or mask.shape[1] != 1:
-        return None
-    else:
-        mask = mask.expand(-1, -1, queries, -1)
-        keep = mask[:, 0, -1]  # the last query sees whatever any query sees
-        causal = not torch.equal(mask[:, 0, 0], keep)
-        for rows in torch.arange(queries).split(CHUNK):
-            expected = keep[:, None] & (slots <= (start + rows)[:, None]) if causal else keep[:, None]
-            if not torch.equal(mask[:, 0, rows], expected.expand(-1, len(rows), -1)):
-                return None
-    count = max(len(keep), len(positions.key))
-    keep, origin = keep.expand(count, -1), (positions.key - slots).expand(count, -1)
-    first = keep.int().argmax(-1, keepdim=True)
-    last = first + keep.sum(-1, keepdim=True)
-    plain = (keep == ((slots >= first) & (slots < last))) & ((origin == origin.gather(1, first)) | ~keep)
-    if not (plain.all() and torch.equal(positions.query, positions.key[:, start:end])):
-        return None
-    stretches = tuple(zip(first[:, 0].tolist(), last[:, 0].tolist(), strict=True))
-    return Seen(start=start, stretches=stretches[:1] if len(set(stretches)) == 1 else stretches, causal=causal)
 
 
 def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
@@ -227,34 +173,5 @@ def _by_distance(scores: Scores, states: tuple[Tensor, ...], band: Band) -> Tens
     query, key, value = states
     signed = band.distances(query.device)
     table = bias_by_distance(scores, signed.clamp(min=0) if band.causal else signed).expand(query.shape[1], -1)
-    windows: dict[int, Heads] = {band.window: slice(None)}
-    if band.causal:
-        table = table.masked_fill(signed < 0, -torch.inf)
-        if CHUNK < band.first + band.queries <= band.keys:
-            table = table.masked_fill(_too_far(query, key, table, band, scores.scaling), -torch.inf)
-            windows = _windows(table, signed) if band.keys >= WINDOWED else windows
-    bands = tuple((heads, dataclasses.replace(band, window=window)) for window, heads in windows.items())
-    return attend(query, key, value, table.contiguous(), bands=bands, scale=scores.scaling)
-
-
-@torch.no_grad()
-def _too_far(query: Tensor, key: Tensor, table: Tensor, band: Band, scale: float) -> Tensor:
-    """Tell at which distances no key can change a result by more than its rounding, (h, n) bool.
-
-    Numbers that small are slow besides: processors take their time over what is below the smallest normal number.
-    """
-    place = band.first + band.queries
-    longest = torch.linalg.vector_norm(key.to(table.dtype), dim=-1).amax(-1, keepdim=True)
-    own = key[:, :, band.first : place]
-    lowest = lowest_bias(table[:, place - 1], query, own, longest, keys=band.keys, scale=scale)
-    return table < lowest[:, None]
-
-
-def _windows(table: Tensor, distance: Tensor) -> dict[int, Heads]:
-    """Return the heads by how far they see, in tokens: powers of two, or no end where little would be left out."""
-    windows: dict[int, list[int]] = {}
-    reach = torch.where(table.isinf(), 0, distance).amax(-1) + 1
-    for head, tokens in enumerate(reach.tolist()):
-        window = max(CHUNK, 2 ** math.ceil(math.log2(tokens)))
-        windows.setdefault(window if 2 * window <= int(distance[0]) else sys.maxsize, []).append(head)
-    return {window: heads if len(windows) > 1 else slice(None) for window, heads in windows.items()}
+    table, bands = within_reach(table, query, key, band, scores.scaling)
+    return attend(query, key, value, table, bands=bands, scale=scores.scaling)

@@ -109,16 +109,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, bands: Bands, scale: float
     ) -> Tensor:
-        rows, heads, queries, width = query.shape
-        output = query.new_empty(rows, queries, heads, width).transpose(1, 2)
-        sums = table.new_empty(rows, heads, queries)  # log of the sum of exponentials
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        for some, band in bands:
-            row, near = table[some], [_side_by_side(x, some, bands) for x in (key, value)]
-            for part, seen in band.chunks():
-                states = _turned(query, some, part), *(x[:, :, seen][:, some] for x in near)
-                found, total = kernel(*states, attn_mask=band.mask(row, part, seen), scale=scale)
-                output[:, some, part], sums[:, some, part] = found.flip(2), total.flip(2)
+        output, sums = output_and_sums(query, key, value, table, bands=bands, scale=scale)
         ctx.save_for_backward(query, key, value, table, output, sums)
         ctx.bands, ctx.scale = bands, scale
         return output
@@ -126,30 +117,64 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, table, output, sums = ctx.saved_tensors
-        wide = table.dtype  # sums over chunks do not suffer from half precision
-        d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if ctx.needs_input_grad[3] else None
-        d_key, d_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
-        with exactly(query.device):
-            for some, band in ctx.bands:
-                row, near = table[some], [_side_by_side(x, some, ctx.bands) for x in (key, value)]
-                d_row = torch.zeros_like(row)
-                for part, seen in band.chunks():
-                    mask = band.mask(row, part, seen)
-                    states = [_turned(x, some, part) for x in (gradient, query, output, sums)]
-                    states += [x[:, :, seen][:, some] for x in near]
-                    of_key, of_value = d_key[:, some, seen], d_value[:, some, seen]
-                    if d_table is None:
-                        of_query = _add_gradients(*states, of_key, of_value, mask=mask, scale=ctx.scale)
-                    else:
-                        along = band.row(d_row, part, seen)
-                        of_query = _add_all_gradients(*states, of_key, of_value, along, mask=mask, scale=ctx.scale)
-                    d_query[:, some, part] = of_query.flip(2).to(query.dtype)
-                    if isinstance(some, list):  # these are copies then
-                        d_key[:, some, seen], d_value[:, some, seen] = of_key, of_value
-                if d_table is not None:
-                    d_table[some] = d_row
-        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table, None, None
+        trained = ctx.needs_input_grad[3]
+        found = gradients(gradient, *ctx.saved_tensors, bands=ctx.bands, scale=ctx.scale, trained=trained)
+        return *found, None, None
+
+
+def output_and_sums(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, bands: Bands, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `attend` does and, (b, h, q), the log of the sum of a query's exponentials; arguments as there."""
+    rows, heads, queries, width = query.shape
+    output = query.new_empty(rows, queries, heads, width).transpose(1, 2)
+    sums = table.new_empty(rows, heads, queries)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for some, band in bands:
+        row, near = table[some], [_side_by_side(x, some, bands) for x in (key, value)]
+        for part, seen in band.chunks():
+            states = _turned(query, some, part), *(x[:, :, seen][:, some] for x in near)
+            found, total = kernel(*states, attn_mask=band.mask(row, part, seen), scale=scale)
+            output[:, some, part], sums[:, some, part] = found.flip(2), total.flip(2)
+    return output, sums
+
+
+def gradients(
+    gradient: Tensor, *saved: Tensor, bands: Bands, scale: float, trained: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and, where it is trained, of the table.
+
+    Args:
+        gradient: of the output, (b, h, q, d).
+        *saved: query, key, value and table as in `attend`, output and sums as `output_and_sums` gave them.
+        bands: as in `attend`.
+        scale: as in `attend`.
+        trained: whether the gradient of the table is asked for.
+    """
+    query, key, value, table, output, sums = saved
+    wide = table.dtype  # sums over chunks do not suffer from half precision
+    d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if trained else None
+    d_key, d_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
+    with exactly(query.device):
+        for some, band in bands:
+            row, near = table[some], [_side_by_side(x, some, bands) for x in (key, value)]
+            d_row = torch.zeros_like(row)
+            for part, seen in band.chunks():
+                mask = band.mask(row, part, seen)
+                states = [_turned(x, some, part) for x in (gradient, query, output, sums)]
+                states += [x[:, :, seen][:, some] for x in near]
+                of_key, of_value = d_key[:, some, seen], d_value[:, some, seen]
+                if d_table is None:
+                    of_query = _add_gradients(*states, of_key, of_value, mask=mask, scale=scale)
+                else:
+                    along = band.row(d_row, part, seen)
+                    of_query = _add_all_gradients(*states, of_key, of_value, along, mask=mask, scale=scale)
+                d_query[:, some, part] = of_query.flip(2).to(query.dtype)
+                if isinstance(some, list):  # these are copies then
+                    d_key[:, some, seen], d_value[:, some, seen] = of_key, of_value
+            if d_table is not None:
+                d_table[some] = d_row
+    return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table
 
 
 def _side_by_side(states: Tensor, some: Heads, bands: Bands) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import hf_posenc as posenc
-from hf_posenc import forms, toeplitz
+from hf_posenc import forms, stretches, toeplitz
 from hf_posenc.positions import Positions
 from hf_posenc.scores import Scores
 from tests.models import SUBJECTS, assert_same, in_steps, logits, tokens
@@ -98,7 +98,7 @@ def dense(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_output_and_gradients_are_those_of_the_dense_bias(
     name: str, causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "WINDOWED", 500)
+    monkeypatch.setattr(stretches, "WINDOWED", 500)
     sizes = ((7, 7), (300, 300), (40, 300), (270, 600)) if causal else ((7, 7), (300, 300))
     for queries, keys in sizes:
         scores, *states = call(name, queries, keys, causal=causal, dtype=dtype)
@@ -123,8 +123,8 @@ def test_far_keys_are_left_out_only_where_they_cannot_be_told_from_rounding() ->
         band, heads = toeplitz.Band(queries=3000, keys=3000, first=0, causal=True), key.repeat_interleave(2, 1)
         distance = band.distances(query.device)
         table = scores.encoding.distance_bias(distance.clamp(min=0).float())
-        cut = table.masked_fill(forms._too_far(query, heads, table, band, scores.scaling), -torch.inf)
-        assert (min(forms._windows(cut, distance)) <= 1024) == narrow
+        cut = table.masked_fill(stretches._too_far(query, heads, table, band, scores.scaling), -torch.inf)
+        assert (min(stretches._windows(cut, distance)) <= 1024) == narrow
         with torch.no_grad():
             found = forms.attend_along(scores, query, key, value)
             assert found is not None
