@@ -37,6 +37,15 @@ def carries(encoding: Encoding) -> bool:
     return not own and encoding.overrides("bias") == encoding.overrides("distance_bias")
 
 
+def check_cache(cache: Any, backend: str | None) -> None:
+    """Raise BackendError for a static cache whose length this backend's mask reads while layers add to it."""
+    if backend == FLEX and getattr(cache, "is_compileable", False):
+        raise BackendError(
+            f"{FLEX} sees later tokens, or fails, over a static cache of transformers; use a DynamicCache, or "
+            "model.set_attn_implementation('sdpa')."
+        )
+
+
 def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Output:
     """Attend with a bias that a kernel looks up by distance.
 

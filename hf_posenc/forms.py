@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_posenc.blocks import Blocks, attend_biased
 from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
+from hf_posenc.flash import attend_flash, is_flash
 from hf_posenc.flex import FLEX, attend_flex
 from hf_posenc.positions import Positions
 from hf_posenc.reach import attend_once, bias_by_distance
@@ -41,6 +42,8 @@ def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
         return "the stock attention function"
     if model.config._attn_implementation == FLEX:
         return "a bias by distance, looked up by flex_attention"
+    if is_flash(model.config._attn_implementation):
+        return "a bias by distance, in extra head dimensions"
     fast = model.config._attn_implementation == "sdpa" and model.device.type == "cpu" and trusted(model.dtype)
     if fast and not encoding.overrides("temperature"):
         if encoding.overrides("distance_bias"):
@@ -70,6 +73,8 @@ def attend_in_form(
     encoding, dropout = scores.encoding, given.get("dropout") or 0.0
     if backend == FLEX:
         return attend_flex(scores, query, key, value, **given)
+    if is_flash(backend):
+        return attend_flash(scores, attend, query, key, value, **given)
     if encoding.overrides("score") or encoding.overrides("output_bias"):
         return attend_in_blocks(
             scores, own_attention(scores, dropout=dropout, maps=backend == "eager"), query, key, value

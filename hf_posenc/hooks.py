@@ -81,6 +81,15 @@ class Encoding(nn.Module):
         """
         return None
 
+    def separable_slopes(self) -> Tensor | None:
+        """Return the slope of every query head, (heads,) float32, where the bias is minus slope times distance.
+
+        None where it is anything else, or where queries see keys ahead. Softmax does not see what all keys of a query
+        share, so that the position of a key, times the slope, says all that such a bias does: a product of one number
+        of the query and one of the key, which kernels compute that take no bias.
+        """
+        return None
+
     def _bias_by_distance(self, positions: Positions, dtype: torch.dtype) -> Tensor | None:
         """Return (1|b, h, q, k), looked up in the numbers of all distances that there are."""
         distance = positions.distance()

@@ -21,7 +21,8 @@ from hf_posenc.caching import evict, held_mask, note, remembered
 from hf_posenc.config import Encoding
 from hf_posenc.errors import ConfigError
 from hf_posenc.family import Family
-from hf_posenc.interposer import CACHE_ARGUMENTS, check_backend, check_cache, uses_key_positions
+from hf_posenc.flex import check_cache
+from hf_posenc.interposer import CACHE_ARGUMENTS, check_backend, uses_key_positions
 from hf_posenc.joint import Joint
 from hf_posenc.positions import Positions, carried, carrying, padding_mask, resolve, within_documents
 
@@ -203,8 +204,7 @@ def _prepare(model: Any, encoding: Encoding, kwargs: dict[str, Any], *, takes_id
             f"position_ids were given to {model.posenc_stock.__name__}, which takes none: it counts the tokens that "
             "the attention mask shows, behind those in the cache. Leave them out."
         )
-    states: Tensor | None = kwargs.get("inputs_embeds")
-    ids: Tensor | None = kwargs.get("input_ids")
+    states, ids = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
     given: Any = states if states is not None else ids
     length, device = given.shape[1], given.device
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.caching import remembered, update_measured
 from hf_posenc.config import Encoding
 from hf_posenc.errors import BackendError
+from hf_posenc.flash import by_name, is_flash, kernel_dtype, rides
 from hf_posenc.flex import FLEX, carries
 from hf_posenc.forms import attend_in_form
 from hf_posenc.kernels import KERNELS
@@ -75,21 +76,14 @@ def caches_bare_keys(encoding: Encoding) -> bool:
 def check_backend(encoding: Encoding, backend: str | None, *, packed: bool = False) -> None:
     """Raise BackendError where an attention backend would drop or distort the encoding, or texts `packed` in a row."""
     known = backend in ALL_ATTENTION_FUNCTIONS or {"/", "|"} & set(str(backend))  # transformers refuses any other
-    able = backend in BIAS_BACKENDS or (backend == FLEX and not packed and carries(encoding))
+    able = backend in BIAS_BACKENDS
+    if not packed:
+        able |= (backend == FLEX and carries(encoding)) or (is_flash(backend) and rides(encoding))
     if (packed or uses_key_positions(encoding)) and known and not able:
         what = "document_ids" if packed else f"the scores of {type(encoding).__name__}"
         raise BackendError(
             f"attention backend {backend!r} has no way to carry {what}; "
             f"use one of {', '.join(BIAS_BACKENDS)}: model.set_attn_implementation('sdpa')."
-        )
-
-
-def check_cache(cache: Any, backend: str | None) -> None:
-    """Raise BackendError for a static cache whose length flex_attention's mask reads while layers add to it."""
-    if backend == FLEX and getattr(cache, "is_compileable", False):
-        raise BackendError(
-            f"{FLEX} sees later tokens, or fails, over a static cache of transformers; use a DynamicCache, or "
-            "model.set_attn_implementation('sdpa')."
         )
 
 
@@ -228,7 +222,18 @@ def _stock_function(module: Any) -> tuple[str, Callable[..., Output]]:
 
         return backend, upcast
     eager = sys.modules[stock.__module__].eager_attention_forward
-    return backend, ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
+    return backend, by_name(function) if is_flash(backend) else function
+
+
+def _taken_dtype(module: nn.Module, backend: str, query: Tensor) -> torch.dtype:
+    """Return the dtype in which an attention function takes what is added to the scores of queries, (b, h, q, d)."""
+    if is_flash(backend):
+        return kernel_dtype(module, query)
+    # the CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
+    wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
+    wide = wide and (torch.compiler.is_compiling() or trusted(query.dtype))
+    return working_dtype(query) if wide or backend == FLEX else query.dtype
 
 
 def posenc_attention(
@@ -252,16 +257,17 @@ def posenc_attention(
     """
     call: _Call = kwargs.pop("posenc_call")
     kwargs.pop("position_bias", None)  # T5's own: zeros, now that its table is gone
+    kwargs.pop("position_ids", None)  # flash attention would read off them which tokens are of one text
     encoding, positions = call.encoding, call.positions
     backend, stock = _stock_function(module)
     check_backend(encoding, backend)
     if spelled := positions.documents is not None or uses_key_positions(encoding):
         causal = kwargs.pop("is_causal", None)
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        kwargs["is_causal"] = False  # from here on the mask says it all
-        if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
-            # a static cache filled for the first time: the slots behind the queries are empty
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        kwargs["is_causal"] = causal and is_flash(backend)  # any other is told by the mask alone
+        if attention_mask is None or is_flash(backend):
+            # no mask hides the empty slots of a static cache, behind the tokens that there are
+            key, value = (states[:, :, : positions.key.shape[1]] for states in (key, value))
         positions = fitted(positions, key.shape[2])
     positions = Positions(
         query=encoding.remap(positions.query),
@@ -283,11 +289,8 @@ def posenc_attention(
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, _: Tensor) -> Output:
         return stock(module, query, key, value, mask, **kwargs)
 
-    # the CPU kernels take a float32 mask beside half-precision queries, which keeps distant keys apart; others do not
-    wide = backend == "sdpa" and query.device.type == "cpu" and query.dtype != torch.float64
-    wide = wide and (torch.compiler.is_compiling() or trusted(query.dtype))
-    dtype = working_dtype(query) if wide or backend == FLEX else query.dtype
-    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    dtype = _taken_dtype(module, backend, query)
+    scaling = kwargs["scaling"] = kwargs.get("scaling") or query.shape[-1] ** -0.5
     known = {"mask": attention_mask, "causal": causal, "dtype": dtype, "scaling": scaling, "factor": factor}
     scores = Scores(encoding, positions, longest=call.longest, **known)
     return attend_in_form(scores, attend, query, key, value, backend=backend, **kwargs)

@@ -44,12 +44,20 @@ def with_gates(key: Tensor, gates: Tensor) -> Tensor:
         gates: (b, h, n) float32; in half precision each is kept as the sum of three numbers.
     """
     groups = gates.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # (b, h_kv, n, h / h_kv)
-    columns = []
-    for _ in range(_columns(key)):
-        part = groups.to(key.dtype)
-        columns.append(part)
-        groups = groups - part.to(groups.dtype)
-    return torch.cat([key, *columns], dim=-1)
+    return torch.cat([key, *in_parts(groups, key.dtype, _columns(key))], dim=-1)
+
+
+def in_parts(numbers: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Return so many tensors of a dtype whose sum is as near to the numbers as it can be; the first has the gradient.
+
+    Three parts in bfloat16 or float16 say all that float32 does.
+    """
+    parts = []
+    for _ in range(count):
+        part = numbers.to(dtype)
+        parts.append(part)
+        numbers = (numbers - part.to(numbers.dtype)).detach()
+    return parts
 
 
 def without_gates(key: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:

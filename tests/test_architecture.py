@@ -28,7 +28,7 @@ FLOORS = [
         "encodings families",
         "caching joint kernels length scores",
         "toeplitz reach",
-        "blocks flex stretches",
+        "blocks flash flex stretches",
         "forms",
         "interposer",
         "declared inputs",

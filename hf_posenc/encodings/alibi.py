@@ -47,6 +47,7 @@ class AlibiEncoding(Encoding):
         super().__init__()
         self.config = config
         self.heads = geometry.num_attention_heads
+        self.causal = geometry.causal
         self.scaling: float = geometry.head_dim**-0.5
         self.split = config.sides == "split" and not geometry.causal
         if self.split:
@@ -83,6 +84,12 @@ class AlibiEncoding(Encoding):
         side = torch.ones_like(slope)
         side[self.heads // 2 :] = -1
         return penalty.masked_fill(distance * side < 0, torch.finfo(torch.float32).min)
+
+    def separable_slopes(self) -> Tensor | None:
+        """Return the slopes, (h,) float32; None in an encoder, and for the form of Falcon, which rounds products."""
+        if not self.causal or self.config.form == "falcon":
+            return None
+        return torch.as_tensor(self.slopes, dtype=torch.float32)
 
     def by_key(self, slope: Tensor, place: Tensor) -> Tensor:
         """Return the bias of the key alone, (1|b, h, 1, k), for (1, h, 1, 1) slopes and (1|b, 1, 1, k) positions."""
