@@ -8,6 +8,7 @@ padding, in a cache and in plain texts. Whatever is otherwise goes through the g
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hf_posenc.config import Encoding
 from hf_posenc.errors import UnsupportedEncodingError
 from hf_posenc.flash import attend_flash, is_flash
 from hf_posenc.flex import FLEX, attend_flex
+from hf_posenc.operators import attend_compiled
 from hf_posenc.positions import Positions
 from hf_posenc.reach import attend_once, bias_by_distance
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
@@ -101,11 +103,14 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
     Returns:
         (b, q, h, d), zero for queries that see no key.
     """
-    if query.device.type != "cpu" or torch.compiler.is_compiling():
+    if query.device.type != "cpu" or {key.dtype, value.dtype} != {query.dtype} or value.shape[-1] != query.shape[-1]:
         return None
+    groups = query.shape[1] // key.shape[1]
+    if torch.compiler.is_compiling():
+        return attend_compiled(scores, query, *_repeated(groups, key, value))
     if (once := query.shape[2] == 1) and (key.shape[2] < FEWEST or torch.is_grad_enabled()):
         return None
-    if {key.dtype, value.dtype} != {query.dtype} or value.shape[-1] != query.shape[-1] or not trusted(query.dtype):
+    if not trusted(query.dtype):
         return None
     mask, known = scores.mask, scores.positions.known
     asked = id(mask), key.shape[2]
@@ -116,8 +121,7 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
         return None
     if once:
         return _attend_once(scores, query, key, value, seen)
-    groups = query.shape[1] // key.shape[1]
-    states = query, *(x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    states = query, *_repeated(groups, key, value)
     if len(seen.stretches) == 1:
         return _attend_stretch(scores, states, seen, seen.stretches[0])
     outputs = []
@@ -125,6 +129,11 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
         row = tuple(x[index : index + 1] for x in states)
         outputs.append(_attend_stretch(scores.row(index), row, seen, stretch))
     return torch.cat(outputs)
+
+
+def _repeated(groups: int, *states: Tensor) -> Iterator[Tensor]:
+    """Yield keys and values, (b, h_kv, k, d), once for every query head, (b, h, k, d)."""
+    return (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in states)
 
 
 def _attend_once(scores: Scores, query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor | None:
@@ -138,21 +147,19 @@ def _attend_once(scores: Scores, query: Tensor, key: Tensor, value: Tensor, seen
 def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stretch: tuple[int, int]) -> Tensor:
     """Attend over one stretch of keys; (b, q, h, d)."""
     query, key, value = states
-    first, last = stretch
-    if last == first:
+    blind, band = seen.band(stretch, query.shape[2])
+    if not band.keys:
         return torch.zeros_like(query).transpose(1, 2)
-    blind = max(0, first - seen.start) if seen.causal else 0  # queries before the first key
-    query, key, value = query[:, :, blind:], key[:, :, first:last], value[:, :, first:last]
-    shape = {"queries": query.shape[2], "keys": last - first, "first": seen.start + blind - first}
+    keys = slice(*stretch)
+    query, key, value = query[:, :, blind:], key[:, :, keys], value[:, :, keys]
     if scores.encoding.overrides("distance_bias"):
-        output = _by_distance(scores, (query, key, value), Band(**shape, causal=seen.causal))
+        output = _by_distance(scores, (query, key, value), band)
     else:
-        at = scores.positions.part(slice(blind, None), slice(first, last))
-        output = _by_blocks(scores, (query, key, value), at, causal=seen.causal, **shape)
+        output = _by_blocks(scores, (query, key, value), scores.positions.part(slice(blind, None), keys), band)
     return nn.functional.pad(output.transpose(1, 2), (0, 0, 0, 0, blind, 0)) if blind else output.transpose(1, 2)
 
 
-def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, **shape: Any) -> Tensor:
+def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, band: Band) -> Tensor:
     """Attend with a bias that is written out for a block of queries at a time; (b, h, q, d)."""
     encoding = scores.encoding
 
@@ -168,7 +175,13 @@ def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, **shap
         gates=at.gates,
         bias=bias,
         parameters=[parameter for parameter in encoding.parameters() if parameter.requires_grad],
-        blocks=Blocks(**shape, settled=encoding.bias_settles_at),
+        blocks=Blocks(
+            queries=band.queries,
+            keys=band.keys,
+            first=band.first,
+            causal=band.causal,
+            settled=encoding.bias_settles_at,
+        ),
         scale=scores.scaling,
     )
 

@@ -278,11 +278,12 @@ def _positions(
             mask = ids.ne(padding)
     if documents is not None and explicit is None:
         explicit = within_documents(documents, mask)
-    past = None
+    past, counted = None, explicit is None
     if keys_matter and cache is not None:
         past_length = int(past_length)
         covers = mask is not None and mask.shape[-1] >= past_length + length
         past = remembered(cache, past_length)
+        counted = counted and past is None  # what is remembered may have been handed over once
         if past is None:
             past = resolve(
                 past_length,
@@ -293,8 +294,8 @@ def _positions(
                 device=device,
             )
     query = resolve(length, position_ids=explicit, mask=mask, past=past, past_length=past_length, device=device)
-    if past is None:
-        return Positions(query=query, key=query, documents=documents)
-    rows = max(len(past), len(query))
-    key = torch.cat([past.to(device).expand(rows, -1), query.expand(rows, -1)], dim=-1)
-    return Positions(query=query, key=key, documents=documents)
+    key = query
+    if past is not None:
+        rows = max(len(past), len(query))
+        key = torch.cat([past.to(device).expand(rows, -1), query.expand(rows, -1)], dim=-1)
+    return Positions(query=query, key=key, documents=documents, counted=counted)

@@ -275,6 +275,7 @@ def posenc_attention(
         gates=fitted_gates(call.gates, key),
         slots=call.positions.own_slots(),
         documents=positions.documents,
+        counted=call.positions.counted and not encoding.overrides("remap"),
         known={} if encoding.overrides("remap") else call.positions.known,
     )
     factor = encoding.factor(positions.query)

@@ -64,6 +64,8 @@ class Positions:
         slots: (q,) int64, where among the keys each query's own key stands; None where they are the last ones.
         documents: (b, k) or (1, k) int64, which of the texts packed into its row a key is of, or None where rows are
             not packed. A query sees keys of its own text only.
+        counted: whether they were counted here, off slots or a padding mask, so that there are fewer of them, from 0
+            on, than keys.
         known: what was found out about them, by whoever asks first, for all layers of a forward.
     """
 
@@ -72,6 +74,7 @@ class Positions:
     gates: Tensor | None = None
     slots: Tensor | None = None
     documents: Tensor | None = None
+    counted: bool = False
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def distance(self) -> Tensor:

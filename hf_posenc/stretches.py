@@ -36,6 +36,13 @@ class Seen:
     stretches: tuple[tuple[int, int], ...]
     causal: bool
 
+    def band(self, stretch: tuple[int, int], queries: int) -> tuple[int, Band]:
+        """Return how many of the queries stand before the first key of a stretch, and how the others lie to its keys."""
+        first, last = stretch
+        blind = min(queries, max(0, first - self.start)) if self.causal else 0
+        lie = {"queries": queries - blind, "keys": last - first, "first": self.start + blind - first}
+        return blind, Band(**lie, causal=self.causal)
+
 
 def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> Seen | None:
     """Return which keys a call sees, or None where that is more than a stretch a row, or where positions have gaps.

@@ -1,0 +1,292 @@
+"""Attention with a bias by distance as operators of torch's own, for models that are compiled.
+
+Who traces a model sees shapes and no numbers: neither what a mask hides nor whether slots stand for positions, so that
+the bias would have to be written out. An operator is one node of the graph whatever it does; it looks when it runs, and
+goes through as a model does that is not compiled. The row of biases comes from outside, where it is computed in the
+graph, so that what it is made of gets its gradients there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.config import Encoding
+from hf_posenc.positions import Positions
+from hf_posenc.reach import bias_by_distance
+from hf_posenc.scores import SCORES_AT_ONCE, Scores
+from hf_posenc.stretches import Seen, seen_keys, within_reach
+from hf_posenc.toeplitz import Bands, gradients, output_and_sums, trusted
+
+NAMESPACE = re.sub(r"\W", "_", __name__)
+"""Of the operators; the code beside a saved model is a module of its own and has its own."""
+
+
+def attend_compiled(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """Attend with a bias by distance in a graph; None where the general form has to do it.
+
+    That is so for positions that somebody handed over, since distances may be larger then than there are keys, for
+    packed texts, and for single queries, whose bias is a row anyway.
+
+    Args:
+        scores: of a call.
+        query: (b, h, q, d), rotated, not scaled.
+        key: (b, h, k, d), rotated.
+        value: (b, h, k, d).
+
+    Returns:
+        (b, q, h, d).
+    """
+    positions, keys = scores.positions, key.shape[2]
+    # who exports a model otherwise than by torch's compiler gets a graph of torch's own operators
+    able = (
+        torch.compiler.is_dynamo_compiling()
+        and scores.encoding.overrides("distance_bias")
+        and positions.counted
+        and positions.documents is None
+    )
+    if not able or query.shape[2] == 1 or not _trusted(query.dtype):
+        return None
+    distance = torch.arange(keys - 1, -keys, -1, device=query.device)
+    table = bias_by_distance(scores, distance).expand(query.shape[1], -1)
+    given = [positions.query, positions.key, positions.own_slots(), *([] if scores.mask is None else [scores.mask])]
+    call = [_seen(given, scores.triangle), *given]
+    output: Tensor = _attend(query, key, value, table, call, scores.triangle, scores.scaling)[0]
+    return output
+
+
+@torch.compiler.assume_constant_result
+def _trusted(dtype: torch.dtype) -> bool:
+    return trusted(dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::seen", mutates_args=(), schema="(Tensor[] given, bool causal) -> Tensor")
+def _seen(given: list[Tensor], causal: bool) -> Tensor:
+    """Return what `seen_keys` does, as whole numbers.
+
+    Args:
+        given: positions of queries, (1|b, q), and keys, (1|b, k), the slots of the queries' own keys, (q,), and, where
+            there is one, the mask as in `Scores`.
+        causal: whether a call without a mask means a causal one.
+
+    Returns:
+        (1 + b, 2) int64: slot of the first query, and whether the call is causal, or -1 where slots say nothing; then
+        the first slot of every row and the slot behind its last one.
+    """
+    query, key, slots, *mask = given
+    found = seen_keys(Positions(query=query, key=key, slots=slots), mask[0] if mask else None, causal=causal)
+    numbers = torch.full((1 + _rows(given), 2), -1)
+    if found is not None:
+        numbers[0, 0], numbers[0, 1] = found.start, found.causal
+        numbers[1:] = torch.tensor(found.stretches)
+    return numbers
+
+
+@_seen.register_fake
+def _(given: list[Tensor], causal: bool) -> Tensor:
+    return given[0].new_empty(1 + _rows(given), 2, dtype=torch.long)
+
+
+def _rows(given: list[Tensor]) -> int:
+    return max(len(x) for x in (given[1], *given[3:]))
+
+
+def _read(numbers: Tensor) -> Seen | None:
+    """Return what the numbers of `_seen` say."""
+    (start, causal), *stretches = numbers.tolist()
+    if causal < 0:
+        return None
+    stretches = stretches[:1] if all(stretch == stretches[0] for stretch in stretches) else stretches
+    return Seen(start=start, stretches=tuple((first, last) for first, last in stretches), causal=bool(causal))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """One stretch of keys, and the queries that see it.
+
+    Attributes:
+        rows: of the batch.
+        queries: those that see any of the keys.
+        keys: of the stretch.
+        entries: of the table of all distances, those that the stretch needs.
+        table: these, but minus infinity where they cannot count, (h, n).
+        bands: heads by how far they see.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    entries: slice
+    table: Tensor
+    bands: Bands
+
+    def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return its queries, keys and values of all, (b, h, n, d) each."""
+        keys, values = (x[self.rows, :, self.keys] for x in (key, value))
+        return query[self.rows, :, self.queries], keys, values
+
+
+def _pieces(seen: Seen, query: Tensor, key: Tensor, table: Tensor, scale: float) -> Iterator[_Piece]:
+    """Yield the stretches of a call that hold any key; the table is by all distances that there are."""
+    for index, stretch in enumerate(seen.stretches):
+        rows = slice(index, index + 1) if len(seen.stretches) > 1 else slice(None)
+        blind, band = seen.band(stretch, query.shape[2])
+        if not band.keys or not band.queries:
+            continue
+        queries, keys = slice(blind, None), slice(*stretch)
+        farthest, nearest = band.distances(table.device)[[0, -1]].tolist()
+        entries = slice(key.shape[2] - 1 - farthest, key.shape[2] - nearest)
+        cut, bands = within_reach(table[:, entries], query[rows, :, queries], key[rows, :, keys], band, scale)
+        yield _Piece(rows=rows, queries=queries, keys=keys, entries=entries, table=cut, bands=bands)
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor table, Tensor[] call, bool causal, float scale) "
+    "-> (Tensor, Tensor)",
+)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, call: list[Tensor], causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output, (b, q, h, d), and the log of the sum of every query's exponentials, (b, h, q), where it is needed.
+
+    Args:
+        query: (b, h, q, d).
+        key: (b, h, k, d).
+        value: (b, h, k, d).
+        table: bias by distance from k - 1 down to 1 - k, (h, 2k - 1) float32 or float64.
+        call: what `_seen` gave, and what it was given.
+        causal: as `_seen` was given it.
+        scale: factor that makes a score of a product.
+    """
+    rows, heads, queries, width = query.shape
+    output, sums = query.new_zeros(rows, queries, heads, width), table.new_zeros(rows, heads, queries)
+    seen = _read(call[0])
+    if seen is None:
+        for block in _blocks(query, key):
+            states = query[:, :, block], key, value, table
+            output[:, block] = _written_out(*states, block=block, call=call, causal=causal, scale=scale).transpose(1, 2)
+        return output, sums
+    for piece in _pieces(seen, query, key, table, scale):
+        states = piece.of(query, key, value)
+        found, total = output_and_sums(*states, piece.table, bands=piece.bands, scale=scale)
+        output[piece.rows, piece.queries], sums[piece.rows, :, piece.queries] = found.transpose(1, 2), total
+    return output, sums
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, queries, width = query.shape
+    return query.new_empty(rows, queries, heads, width), table.new_empty(rows, heads, queries)
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::gradients",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor[] saved, Tensor[] call, bool causal, float scale, bool trained) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _gradients(
+    gradient: Tensor, saved: list[Tensor], call: list[Tensor], causal: bool, scale: float, trained: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and table, the last one zero where it is not `trained`.
+
+    Args:
+        gradient: of the output of `_attend`, (b, q, h, d).
+        saved: query, key, value and table as `_attend` got them, and what it gave.
+        call: as `_attend` got it.
+        causal: as `_attend` got it.
+        scale: as `_attend` got it.
+        trained: whether the gradient of the table is asked for.
+    """
+    query, key, value, table, output, sums = saved
+    gradient, output = gradient.transpose(1, 2), output.transpose(1, 2)
+    d_query, d_table = torch.zeros_like(query), torch.zeros_like(table)
+    d_key, d_value = (torch.zeros_like(x, dtype=table.dtype) for x in (key, value))
+    seen = _read(call[0])
+    if seen is None:
+        for block in _blocks(query, key):
+            how: dict[str, Any] = {"block": block, "call": call, "causal": causal, "scale": scale}
+            _, pull = torch.func.vjp(partial(_written_out, **how), query[:, :, block], key, value, table)
+            d_query[:, :, block], *others = pull(gradient[:, :, block])
+            for whole, one in zip((d_key, d_value, d_table), others, strict=True):
+                whole += one
+    else:
+        for piece in _pieces(seen, query, key, table, scale):
+            of_gradient, of_output, of_sums = (x[piece.rows, :, piece.queries] for x in (gradient, output, sums))
+            states = of_gradient, *piece.of(query, key, value), piece.table, of_output, of_sums
+            found = gradients(*states, bands=piece.bands, scale=scale, trained=trained)
+            d_query[piece.rows, :, piece.queries] = found[0]
+            d_key[piece.rows, :, piece.keys] += found[1]
+            d_value[piece.rows, :, piece.keys] += found[2]
+            if found[3] is not None:
+                d_table[:, piece.entries] += found[3]
+    return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table
+
+
+@_gradients.register_fake
+def _(gradient: Tensor, saved: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_query, d_key, d_value, d_table = (torch.empty_like(x) for x in saved[:4])
+    return d_query, d_key, d_value, d_table
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, table, call, *ctx.given = inputs
+    ctx.save_for_backward(query, key, value, table, *output, *call)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    saved, call = list(ctx.saved_tensors[:6]), list(ctx.saved_tensors[6:])
+    trained = ctx.needs_input_grad[3]
+    *found, d_table = _gradients(gradient, saved, call, *ctx.given, trained)
+    return *found, d_table if trained else None, [None] * len(call), None, None
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+
+class _Row(Encoding):
+    """The bias that a table by all distances gives."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        """Return (n,) -> (h, n)."""
+        return self.table[:, self.table.shape[1] // 2 - distance.long()]
+
+
+def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
+    """Yield queries whose bias is written out at a time."""
+    rows, heads, queries, _ = query.shape
+    size = max(1, SCORES_AT_ONCE // (rows * heads * key.shape[2]))
+    for begin in range(0, queries, size):
+        yield slice(begin, min(begin + size, queries))
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    block: slice,
+    call: list[Tensor],
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return the attention of a block of queries, (b, h, rows, d), with their bias written out."""
+    _, query_places, key_places, slots, *mask = call
+    positions = Positions(query=query_places, key=key_places, slots=slots)
+    how: dict[str, Any] = {"causal": causal, "dtype": table.dtype, "scaling": scale}
+    scores = Scores(_Row(table), positions, mask=mask[0] if mask else None, **how)
+    added = scores.added(query, key, torch.arange(block.start, block.stop))
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale)
