@@ -97,9 +97,13 @@ def _own(cache: Any) -> Any:
 
 
 def note(cache: Any, keys: Tensor) -> None:
-    """Note the positions of its keys, (1|b, k), beside a cache."""
+    """Note the positions of its keys, (1|b, k), beside a cache.
+
+    Its class cannot be changed in a graph: what such a call noted goes where rows go from the next call on that is not
+    compiled.
+    """
     cache = _own(cache)
-    if not isinstance(cache, _Remembers):
+    if not isinstance(cache, _Remembers) and not torch.compiler.is_compiling():
         stock: Any = type(cache)
         cache.__class__ = _remembering(stock)
     cache.posenc_positions = keys

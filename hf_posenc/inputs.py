@@ -283,7 +283,7 @@ def _positions(
         past_length = int(past_length)
         covers = mask is not None and mask.shape[-1] >= past_length + length
         past = remembered(cache, past_length)
-        counted = counted and past is None  # what is remembered may have been handed over once
+        counted = counted and past is None  # whoever filled the cache may have handed positions over
         if past is None:
             past = resolve(
                 past_length,

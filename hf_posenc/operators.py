@@ -29,30 +29,32 @@ NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
 def attend_compiled(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Attend with a bias by distance in a graph; None where the general form has to do it.
+    """Attend in a graph that is being made; None where the general form has to do it; arguments and result as below.
 
-    That is so for positions that somebody handed over, since distances may be larger then than there are keys, for
-    packed texts, and for single queries, whose bias is a row anyway.
+    That is so for biases of more than the distance, for positions that somebody handed over, since distances may then
+    be larger than there are keys, for packed texts, and for single queries, whose bias is a row anyway.
+    """
+    # who exports a model otherwise than by torch's compiler gets a graph of torch's own operators
+    able = torch.compiler.is_dynamo_compiling() and query.shape[2] > 1 and _trusted(query.dtype)
+    able = able and scores.positions.counted and scores.positions.documents is None
+    if not able or not scores.encoding.overrides("distance_bias"):
+        return None
+    return attend_by_operator(scores, query, key, value)
+
+
+def attend_by_operator(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend with a bias by distance as one node of a graph, with another one for its gradients.
 
     Args:
-        scores: of a call.
+        scores: of a call whose positions are counted and whose texts are not packed.
         query: (b, h, q, d), rotated, not scaled.
         key: (b, h, k, d), rotated.
         value: (b, h, k, d).
 
     Returns:
-        (b, q, h, d).
+        (b, q, h, d), zero for queries that see no key of the only stretch that their row sees.
     """
     positions, keys = scores.positions, key.shape[2]
-    # who exports a model otherwise than by torch's compiler gets a graph of torch's own operators
-    able = (
-        torch.compiler.is_dynamo_compiling()
-        and scores.encoding.overrides("distance_bias")
-        and positions.counted
-        and positions.documents is None
-    )
-    if not able or query.shape[2] == 1 or not _trusted(query.dtype):
-        return None
     distance = torch.arange(keys - 1, -keys, -1, device=query.device)
     table = bias_by_distance(scores, distance).expand(query.shape[1], -1)
     given = [positions.query, positions.key, positions.own_slots(), *([] if scores.mask is None else [scores.mask])]
@@ -61,7 +63,7 @@ def attend_compiled(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -
     return output
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _trusted(dtype: torch.dtype) -> bool:
     return trusted(dtype)
 
@@ -171,8 +173,8 @@ def _attend(
     seen = _read(call[0])
     if seen is None:
         for block in _blocks(query, key):
-            states = query[:, :, block], key, value, table
-            output[:, block] = _written_out(*states, block=block, call=call, causal=causal, scale=scale).transpose(1, 2)
+            how: dict[str, Any] = {"block": block, "call": call, "causal": causal, "scale": scale}
+            output[:, block] = _written_out(query[:, :, block], key, value, table, **how).transpose(1, 2)
         return output, sums
     for piece in _pieces(seen, query, key, table, scale):
         states = piece.of(query, key, value)
@@ -214,7 +216,7 @@ def _gradients(
     if seen is None:
         for block in _blocks(query, key):
             how: dict[str, Any] = {"block": block, "call": call, "causal": causal, "scale": scale}
-            _, pull = torch.func.vjp(partial(_written_out, **how), query[:, :, block], key, value, table)
+            pull = torch.func.vjp(partial(_written_out, **how), query[:, :, block], key, value, table)[1]
             d_query[:, :, block], *others = pull(gradient[:, :, block])
             for whole, one in zip((d_key, d_value, d_table), others, strict=True):
                 whole += one
@@ -233,8 +235,8 @@ def _gradients(
 
 @_gradients.register_fake
 def _(gradient: Tensor, saved: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_query, d_key, d_value, d_table = (torch.empty_like(x) for x in saved[:4])
-    return d_query, d_key, d_value, d_table
+    query, key, value, table = saved[:4]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), torch.empty_like(table)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

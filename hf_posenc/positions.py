@@ -213,7 +213,9 @@ def checkpointed(stock: Callable[..., Any], function: Callable[..., Any], *args:
         *args: arguments of `function`.
         **kwargs: further arguments of `stock`.
     """
-    return stock(partial(_with_positions, carried(), function), *args, **kwargs)
+    if not torch.compiler.is_compiling():  # a graph holds the positions already
+        function = partial(_with_positions, carried(), function)
+    return stock(function, *args, **kwargs)
 
 
 def _with_positions(positions: Positions | None, function: Callable[..., Any], *args: Any) -> Any:

@@ -37,7 +37,7 @@ class Seen:
     causal: bool
 
     def band(self, stretch: tuple[int, int], queries: int) -> tuple[int, Band]:
-        """Return how many of the queries stand before the first key of a stretch, and how the others lie to its keys."""
+        """Return how many queries stand before the first key of a stretch, and how the others lie to its keys."""
         first, last = stretch
         blind = min(queries, max(0, first - self.start)) if self.causal else 0
         lie = {"queries": queries - blind, "keys": last - first, "first": self.start + blind - first}
