@@ -111,8 +111,9 @@ def test_no_graph_holds_a_number_for_every_head_query_and_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.parametrize("subject", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("subject", "name"), [("gpt2", "alibi"), ("gpt2", "kerple"), ("llama", "t5"), ("bert", "kerple")]
+)
 def test_a_compiled_model_says_and_learns_the_same(subject: str, name: str) -> None:
     """Plain, padded, with holes, under a window, and with positions that leave some out; checkpointed, too."""
     torch._dynamo.reset()
@@ -126,6 +127,7 @@ def test_a_compiled_model_says_and_learns_the_same(subject: str, name: str) -> N
     for given in inputs:
         for one, other in zip(learned(model, compiled, **given), learned(model, model, **given), strict=True):
             assert_same(one, other)
+    model.config.use_cache = False  # as it has to be where layers are checkpointed
     model.gradient_checkpointing_enable()
     for one, other in zip(learned(model, compiled), learned(model, model), strict=True):
         assert_same(one, other)
