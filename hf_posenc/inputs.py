@@ -294,8 +294,7 @@ def _positions(
                 device=device,
             )
     query = resolve(length, position_ids=explicit, mask=mask, past=past, past_length=past_length, device=device)
-    key = query
-    if past is not None:
-        rows = max(len(past), len(query))
-        key = torch.cat([past.to(device).expand(rows, -1), query.expand(rows, -1)], dim=-1)
+    parts = [query] if past is None else [past.to(device), query]
+    rows = max(map(len, parts))
+    key = torch.cat([part.expand(rows, -1) for part in parts], dim=-1)
     return Positions(query=query, key=key, documents=documents, counted=counted)
