@@ -1,7 +1,8 @@
 """Attention with a bias by distance in torch's flex_attention, whose kernels look the bias up as they go.
 
 A score gains the entry of a table, one number for every head and distance, that the positions of its query and key
-point at. Slots do not matter, so padding, caches and gaps need no other form.
+point at. Slots do not matter, so padding, caches and gaps need no other form. Keys of another text of a packed row are
+hidden there, too.
 
 On a GPU the kernel is compiled, as transformers compiles it, and gradients reach the table; this has not been tried.
 On a CPU there is no backward pass, which is refused by name, and the kernel is not compiled: torch 2.13 writes code
@@ -47,10 +48,10 @@ def check_cache(cache: Any, backend: str | None) -> None:
 
 
 def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Output:
-    """Attend with a bias that a kernel looks up by distance.
+    """Attend with a bias that a kernel looks up by distance, if there is one, and with packed texts kept apart.
 
     Args:
-        scores: of a call whose encoding overrides `distance_bias`; the mask is None, additive or boolean, or the
+        scores: of a call whose encoding this backend `carries`; the mask is None, additive or boolean, or the
             `BlockMask` that transformers makes for this backend.
         query: (b, h, q, d), rotated, not scaled.
         key: (b, h_kv, k, d), rotated.
@@ -63,20 +64,25 @@ def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **giv
     Raises:
         BackendError: a backward pass on a CPU, dropout, or attention sinks, for none of which there is a kernel.
     """
-    (of_query, of_key), table = _places(scores, query)
-    _refuse_unable(given, query, key, value, table)
+    of_query, of_key, table = _places(scores, query)
+    _refuse_unable(given, query, key, value, *([] if table is None else [table]))
     softcap, mask, added, factor = given.get("softcap"), _block_mask(scores, query, key), None, scores.factor
     if isinstance(scores.mask, Tensor):
-        added = additive(scores.mask, table.dtype).expand(*query.shape[:3], -1)  # (b, h, q, k)
+        added = additive(scores.mask, scores.dtype).expand(*query.shape[:3], -1)  # (b, h, q, k)
     if factor is not None:
         query = tempered(query, factor)
         factor = factor.expand(*query.shape[:3])  # (b, h, q)
 
-    def biased(score: Tensor, row: Tensor, head: Tensor, place: Tensor, slot: Tensor) -> Tensor:
-        bias = table[head, of_query[row, place] - of_key[row, slot]]
+    own_text, text = _texts(scores, query)
+
+    def changed(score: Tensor, row: Tensor, head: Tensor, place: Tensor, slot: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        score = score + (bias if factor is None else bias * factor[row, head, place])
+        if table is not None:
+            bias = table[head, of_query[row, place] - of_key[row, slot]]
+            score = score + (bias if factor is None else bias * factor[row, head, place])
+        if text is not None and own_text is not None:
+            score = torch.where(own_text[row, place] == text[row, slot], score, -torch.inf)
         return score if added is None else score + added[row, head, place, slot]
 
     compiled = partial(compile_friendly_flex_attention, training=torch.is_grad_enabled())
@@ -85,7 +91,7 @@ def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **giv
         query,
         key,
         value,
-        score_mod=biased,
+        score_mod=changed,
         block_mask=mask,
         enable_gqa=query.shape[1] != key.shape[1],
         scale=scores.scaling,
@@ -94,17 +100,30 @@ def attend_flex(scores: Scores, query: Tensor, key: Tensor, value: Tensor, **giv
     return output.transpose(1, 2).contiguous(), None
 
 
-def _places(scores: Scores, query: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return of every query, (b, q), and key, (b, k), what differs by their place in a table, and the table, (h, n)."""
-    of_query, of_key = scores.positions.query, scores.positions.key
+def _places(scores: Scores, query: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return of every query, (b, q), and key, (b, k), what differs by their place in a table, and the table, (h, n).
+
+    There is none where the encoding leaves the scores alone.
+    """
+    of_query, of_key, rows = scores.positions.query, scores.positions.key, query.shape[0]
+    if not scores.encoding.overrides("distance_bias"):
+        return of_query, of_key, None
     known, asked = scores.positions.known, (FLEX, of_key.shape[1])
     if asked not in known:  # once a forward: the numbers have to come from the device
         known[asked] = int(of_query.min() - of_key.max()), int(of_query.max() - of_key.min())
     lowest, highest = known[asked]
     table = bias_by_distance(scores, torch.arange(lowest, highest + 1, device=query.device))
-    rows = query.shape[0]
     # tensors alone differ between calls: for other whole numbers a kernel would be compiled again
-    return ((of_query - lowest).expand(rows, -1), of_key.expand(rows, -1)), table.expand(query.shape[1], -1)
+    return (of_query - lowest).expand(rows, -1), of_key.expand(rows, -1), table.expand(query.shape[1], -1)
+
+
+def _texts(scores: Scores, query: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return of which packed text each query, (b, q), and each key, (b, k), is; None for both in rows of one text."""
+    documents = scores.positions.documents
+    if documents is None:
+        return None, None
+    documents = documents.expand(query.shape[0], -1)
+    return documents[:, scores.positions.own_slots()], documents
 
 
 def _refuse_unable(given: dict[str, Any], *states: Tensor) -> None:

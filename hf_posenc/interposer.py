@@ -76,9 +76,8 @@ def caches_bare_keys(encoding: Encoding) -> bool:
 def check_backend(encoding: Encoding, backend: str | None, *, packed: bool = False) -> None:
     """Raise BackendError where an attention backend would drop or distort the encoding, or texts `packed` in a row."""
     known = backend in ALL_ATTENTION_FUNCTIONS or {"/", "|"} & set(str(backend))  # transformers refuses any other
-    able = backend in BIAS_BACKENDS
-    if not packed:
-        able |= (backend == FLEX and carries(encoding)) or (is_flash(backend) and rides(encoding))
+    able = backend in BIAS_BACKENDS or (backend == FLEX and carries(encoding))
+    able = able or (is_flash(backend) and rides(encoding) and not packed)
     if (packed or uses_key_positions(encoding)) and known and not able:
         what = "document_ids" if packed else f"the scores of {type(encoding).__name__}"
         raise BackendError(

@@ -90,6 +90,19 @@ def test_positions_and_not_slots_make_the_distance() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("subject", "name"), [("llama", "t5"), ("bert", "alibi"), ("llama", "nope"), ("llama", "xpos")])
+def test_packed_texts_see_only_themselves(subject: str, name: str) -> None:
+    """With a bias and without one, in rows that are packed and padded differently."""
+    flex, eager = both(subject, posenc.encoding(name))
+    ids, mask = padded("left")
+    documents = torch.stack([torch.arange(LENGTH) // 30, torch.arange(LENGTH) // 50])
+    given = {"attention_mask": mask, "document_ids": documents}
+    assert_same(logits(flex, ids, **given)[mask > 0], logits(eager, ids, **given)[mask > 0])
+    alone = torch.cat([logits(flex, part) for part in ids[:1].split(30, 1)], 1)
+    assert_same(logits(flex, ids, document_ids=documents)[:1], alone)
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_a_temperature_is_on_the_bias_too() -> None:
     flex, eager = both("llama", posenc.Alibi(temperature={"kind": "log_n"}))
     ids = tokens(1, LENGTH)

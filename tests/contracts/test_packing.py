@@ -140,7 +140,7 @@ def test_what_document_ids_cannot_do_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"one a token, \(2, 12\)"):
             model(input_ids=PACKED, document_ids=wrong)
     flash = patched("gpt2", "learned-tile", own=True)
-    flash.config._attn_implementation = "flex_attention"
+    flash.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(BackendError, match="no way to carry document_ids"):
         flash(input_ids=PACKED, document_ids=DOCUMENTS)
     pair = posenc.patch(stacked("bart"), posenc.Alibi(), verify=False)
