@@ -31,11 +31,17 @@ FEWEST = 1024
 """Keys from which on it pays to find out what a single query sees."""
 
 
-def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
-    """Say in which form a model attends plain texts with an encoding, in words; layers that differ are all named."""
+def form_of(encoding: Encoding, model: PreTrainedModel, *, causal: bool) -> str:
+    """Say in which form a model attends plain texts with an encoding, in words; layers that differ are all named.
+
+    Args:
+        encoding: of the model, or of all its layers.
+        model: whose backend, device and dtype decide, too; attention dropout in training keeps the fast forms away.
+        causal: whether it decodes, one query at a time.
+    """
     layers = getattr(encoding, "layers", None)
     if layers is not None:
-        return ", ".join(dict.fromkeys(form_of(layer, model) for layer in layers))
+        return ", ".join(dict.fromkeys(form_of(layer, model, causal=causal) for layer in layers))
     if encoding.overrides("score"):
         return "scores of its own, in blocks of queries"
     if encoding.rotation_grows_after is not None:
@@ -47,9 +53,11 @@ def form_of(encoding: Encoding, model: PreTrainedModel) -> str:
     if is_flash(model.config._attn_implementation):
         return "a bias by distance, in extra head dimensions"
     fast = model.config._attn_implementation == "sdpa" and model.device.type == "cpu" and trusted(model.dtype)
+    fast = fast and getattr(model.config, "attn_logit_softcapping", None) is None
     if fast and not encoding.overrides("temperature"):
         if encoding.overrides("distance_bias"):
-            return "a row of biases by distance"
+            once = "; one query at a time over the keys that it can reach" if causal else ""
+            return f"a row of biases by distance{once}"
         if encoding.bias_settles_at is not None:
             return "a bias of near keys, in blocks of queries"
     return "a bias written out, in blocks of queries"

@@ -36,7 +36,8 @@ class PatchPlan:
         route: `native` where transformers itself computes the new encoding, otherwise `interposer`.
         changes: path of a module -> (class now, class then).
         attention: paths of the attention modules among them.
-        form: how plain texts are attended, chosen from what the encoding, the backend and the dtype allow.
+        form: how plain texts are attended, and single queries where that differs, chosen from what the encoding, the
+            backend and the dtype allow.
         stack: path of the model whose one body this is about: empty, except in a model of several stacks.
         keeps: whether the model has to say within its trained length what it said before.
         stacks: the plans of the stacks, by name, where there are several. What stands above then sums them up: all of
@@ -168,7 +169,7 @@ def _plan_body(model: PreTrainedModel, stack: PreTrainedModel, family: Family, c
         route="interposer",
         changes=changes,
         attention=tuple(prefix + path for path in attention),
-        form=form_of(built, stack),
+        form=form_of(built, stack, causal=geometry.causal),
         stack=paths[id(stack)],
         keeps=_keeps(stack, config, family, found),
     )

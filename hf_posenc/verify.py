@@ -198,7 +198,7 @@ def _verify_interposed(
     check.note("attention modules", str(len(swapped)))
     body = plan.family.body_of(model)
     encoding: Encoding = body.posenc
-    check.note("attends by", form_of(encoding, model))
+    check.note("attends by", form_of(encoding, model, causal=plan.geometry.causal))
     if before is not None:
         changed = probe.logits - before.logits
         takes_over = bool(plan.family.bias) and encoding.overrides("adopt_bias")

@@ -90,7 +90,9 @@ def test_positions_and_not_slots_make_the_distance() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("subject", "name"), [("llama", "t5"), ("bert", "alibi"), ("llama", "nope"), ("llama", "xpos")])
+@pytest.mark.parametrize(
+    ("subject", "name"), [("llama", "t5"), ("bert", "alibi"), ("llama", "nope"), ("llama", "xpos")]
+)
 def test_packed_texts_see_only_themselves(subject: str, name: str) -> None:
     """With a bias and without one, in rows that are packed and padded differently."""
     flex, eager = both(subject, posenc.encoding(name))

@@ -238,18 +238,24 @@ def test_a_kernel_that_does_not_what_it_seems_to_is_not_trusted(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "form"),
+    ("subject", "name", "backend", "form"),
     [
-        ("alibi", "sdpa", "a row of biases by distance"),
-        ("alibi", "eager", "a bias written out, in blocks of queries"),
-        ("fire", "sdpa", "a bias written out, in blocks of queries"),
-        ("shaw", "sdpa", "a bias of near keys, in blocks of queries"),
-        ("rope", "sdpa", "the stock attention function"),
-        ("rerope", "sdpa", "scores of its own, in blocks of queries"),
+        (
+            "gpt2",
+            "alibi",
+            "sdpa",
+            "a row of biases by distance; one query at a time over the keys that it can reach",
+        ),
+        ("bert", "alibi", "sdpa", "a row of biases by distance"),
+        ("gpt2", "alibi", "eager", "a bias written out, in blocks of queries"),
+        ("gpt2", "fire", "sdpa", "a bias written out, in blocks of queries"),
+        ("gpt2", "shaw", "sdpa", "a bias of near keys, in blocks of queries"),
+        ("gpt2", "rope", "sdpa", "the stock attention function"),
+        ("gpt2", "rerope", "sdpa", "scores of its own, in blocks of queries"),
     ],
 )
-def test_plan_and_certificate_name_the_form(name: str, backend: str, form: str) -> None:
-    model = SUBJECTS["gpt2"].fresh(attn_implementation=backend)
+def test_plan_and_certificate_name_the_form(subject: str, name: str, backend: str, form: str) -> None:
+    model = SUBJECTS[subject].fresh(attn_implementation=backend)
     decided = posenc.plan(model, posenc.encoding(name))
     assert decided.form == form
     assert f"attending by {form}:" in str(decided)
