@@ -15,31 +15,33 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.config import Encoding
 from hf_posenc.positions import Positions
 from hf_posenc.reach import bias_by_distance
-from hf_posenc.scores import SCORES_AT_ONCE, Scores
+from hf_posenc.scores import Scores
 from hf_posenc.stretches import Seen, seen_keys, within_reach
 from hf_posenc.toeplitz import Bands, gradients, output_and_sums, trusted
+from hf_posenc.written import Written, attend_written, blocks, given
 
 NAMESPACE = re.sub(r"\W", "_", __name__)
 """Of the operators; the code beside a saved model is a module of its own and has its own."""
 
 
 def attend_compiled(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Attend in a graph that is being made; None where the general form has to do it; arguments and result as below.
+    """Attend in a graph that is being made; arguments and result as below.
 
-    That is so for biases of more than the distance, for positions that somebody handed over, since distances may then
-    be larger than there are keys, for packed texts, and for single queries, whose bias is a row anyway.
+    Biases of more than the distance, or of positions that somebody handed over, so that distances may be larger than
+    there are keys, and packed texts are written out for some queries at a time. None for single queries, whose bias is
+    a row anyway, and for who exports a model otherwise than by torch's compiler: that is for torch's own operators.
     """
-    # who exports a model otherwise than by torch's compiler gets a graph of torch's own operators
-    able = torch.compiler.is_dynamo_compiling() and query.shape[2] > 1 and _trusted(query.dtype)
-    able = able and scores.positions.counted and scores.positions.documents is None
-    if not able or not scores.encoding.overrides("distance_bias"):
+    if query.shape[2] == 1 or not torch.compiler.is_dynamo_compiling():
         return None
-    return attend_by_operator(scores, query, key, value)
+    counted = scores.positions.counted and scores.positions.documents is None
+    if counted and scores.encoding.overrides("distance_bias") and _trusted(query.dtype):
+        return attend_by_operator(scores, query, key, value)
+    return attend_written(scores, query, key, value)
 
 
 def attend_by_operator(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -54,11 +56,11 @@ def attend_by_operator(scores: Scores, query: Tensor, key: Tensor, value: Tensor
     Returns:
         (b, q, h, d), zero for queries that see no key of the only stretch that their row sees.
     """
-    positions, keys = scores.positions, key.shape[2]
+    keys = key.shape[2]
     distance = torch.arange(keys - 1, -keys, -1, device=query.device)
     table = bias_by_distance(scores, distance).expand(query.shape[1], -1)
-    given = [positions.query, positions.key, positions.own_slots(), *([] if scores.mask is None else [scores.mask])]
-    call = [_seen(given, scores.triangle), *given]
+    told = given(scores)
+    call = [_seen(told, scores.triangle), *told]
     output: Tensor = _attend(query, key, value, table, call, scores.triangle, scores.scaling)[0]
     return output
 
@@ -68,22 +70,21 @@ def _trusted(dtype: torch.dtype) -> bool:
     return trusted(dtype)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::seen", mutates_args=(), schema="(Tensor[] given, bool causal) -> Tensor")
-def _seen(given: list[Tensor], causal: bool) -> Tensor:
+@torch.library.custom_op(f"{NAMESPACE}::seen", mutates_args=(), schema="(Tensor[] told, bool causal) -> Tensor")
+def _seen(told: list[Tensor], causal: bool) -> Tensor:
     """Return what `seen_keys` does, as whole numbers.
 
     Args:
-        given: positions of queries, (1|b, q), and keys, (1|b, k), the slots of the queries' own keys, (q,), and, where
-            there is one, the mask as in `Scores`.
+        told: what `given` gave, of texts that are not packed.
         causal: whether a call without a mask means a causal one.
 
     Returns:
         (1 + b, 2) int64: slot of the first query, and whether the call is causal, or -1 where slots say nothing; then
         the first slot of every row and the slot behind its last one.
     """
-    query, key, slots, *mask = given
+    query, key, slots, *mask = told
     found = seen_keys(Positions(query=query, key=key, slots=slots), mask[0] if mask else None, causal=causal)
-    numbers = torch.full((1 + _rows(given), 2), -1)
+    numbers = torch.full((1 + _rows(told), 2), -1)
     if found is not None:
         numbers[0, 0], numbers[0, 1] = found.start, found.causal
         numbers[1:] = torch.tensor(found.stretches)
@@ -91,12 +92,13 @@ def _seen(given: list[Tensor], causal: bool) -> Tensor:
 
 
 @_seen.register_fake
-def _(given: list[Tensor], causal: bool) -> Tensor:
-    return given[0].new_empty(1 + _rows(given), 2, dtype=torch.long)
+def _(told: list[Tensor], causal: bool) -> Tensor:
+    return torch.empty(1 + _rows(told), 2, dtype=torch.long)
 
 
-def _rows(given: list[Tensor]) -> int:
-    return max(len(x) for x in (given[1], *given[3:]))
+def _rows(told: list[Tensor]) -> int:
+    _, key, _, *mask = told
+    return max(len(x) for x in (key, *mask))
 
 
 def _read(numbers: Tensor) -> Seen | None:
@@ -172,8 +174,8 @@ def _attend(
     output, sums = query.new_zeros(rows, queries, heads, width), table.new_zeros(rows, heads, queries)
     seen = _read(call[0])
     if seen is None:
-        for block in _blocks(query, key):
-            how: dict[str, Any] = {"block": block, "call": call, "causal": causal, "scale": scale}
+        for block in blocks(query, key):
+            how: dict[str, Any] = {"block": block, "told": call[1:], "causal": causal, "scale": scale}
             output[:, block] = _written_out(query[:, :, block], key, value, table, **how).transpose(1, 2)
         return output, sums
     for piece in _pieces(seen, query, key, table, scale):
@@ -214,8 +216,8 @@ def _gradients(
     d_key, d_value = (torch.zeros_like(x, dtype=table.dtype) for x in (key, value))
     seen = _read(call[0])
     if seen is None:
-        for block in _blocks(query, key):
-            how: dict[str, Any] = {"block": block, "call": call, "causal": causal, "scale": scale}
+        for block in blocks(query, key):
+            how: dict[str, Any] = {"block": block, "told": call[1:], "causal": causal, "scale": scale}
             pull = torch.func.vjp(partial(_written_out, **how), query[:, :, block], key, value, table)[1]
             d_query[:, :, block], *others = pull(gradient[:, :, block])
             for whole, one in zip((d_key, d_value, d_table), others, strict=True):
@@ -266,29 +268,7 @@ class _Row(Encoding):
         return self.table[:, self.table.shape[1] // 2 - distance.long()]
 
 
-def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
-    """Yield queries whose bias is written out at a time."""
-    rows, heads, queries, _ = query.shape
-    size = max(1, SCORES_AT_ONCE // (rows * heads * key.shape[2]))
-    for begin in range(0, queries, size):
-        yield slice(begin, min(begin + size, queries))
-
-
-def _written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    *,
-    block: slice,
-    call: list[Tensor],
-    causal: bool,
-    scale: float,
-) -> Tensor:
+def _written_out(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, block: slice, **call: Any) -> Tensor:
     """Return the attention of a block of queries, (b, h, rows, d), with their bias written out."""
-    _, query_places, key_places, slots, *mask = call
-    positions = Positions(query=query_places, key=key_places, slots=slots)
-    how: dict[str, Any] = {"causal": causal, "dtype": table.dtype, "scaling": scale}
-    scores = Scores(_Row(table), positions, mask=mask[0] if mask else None, **how)
-    added = scores.added(query, key, torch.arange(block.start, block.stop))
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale)
+    found: Tensor = Written(_Row(table), **call)(block, query, key, value, None)
+    return found

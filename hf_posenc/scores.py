@@ -178,17 +178,22 @@ class Scores:
         """
         keys = key.shape[2]
         with exactly(query.device):
-            bias, mask = self.encoding.bias(query * self.scaling, key, self.at(rows, keys)), self.mask
+            bias = self.encoding.bias(query * self.scaling, key, self.at(rows, keys))
             bias = None if bias is None else self.tempered(bias, rows)
-        if mask is not None:
-            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), :keys]  # one row may stand for all
-        elif self.triangle:
-            mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(key.device)
-        mask = self._within_documents(mask, rows, keys)
+        mask = self.mask_at(rows, keys)
         mask = None if mask is None else additive(mask, torch.float32)
         total = bias if mask is None else mask if bias is None else bias + mask
         # cast first: the lowest number of one format is infinite in another
         return None if total is None else total.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
+
+    def mask_at(self, rows: Tensor, keys: int) -> Tensor | None:
+        """Return what hides any of the first so many keys from the queries at these indices, (1|b, 1|h, 1|rows, k)."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), :keys]  # one row may stand for all
+        elif self.triangle:
+            mask = (torch.arange(keys) <= (rows + self.past)[:, None])[None, None].to(self.positions.key.device)
+        return self._within_documents(mask, rows, keys)
 
     def _within_documents(self, mask: Tensor | None, rows: Tensor, keys: int) -> Tensor | None:
         """Return the mask of the queries at these indices with the keys of other packed texts hidden, too."""

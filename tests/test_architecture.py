@@ -29,6 +29,7 @@ FLOORS = [
         "caching joint kernels length scores",
         "toeplitz reach",
         "blocks flash flex stretches",
+        "written",
         "operators",
         "forms",
         "interposer",
