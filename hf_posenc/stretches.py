@@ -90,12 +90,12 @@ def within_reach(table: Tensor, query: Tensor, key: Tensor, band: Band, scale: f
         scale: factor that makes a score of a product.
     """
     windows: dict[int, Heads] = {band.window: slice(None)}
+    signed = band.distances(table.device)
     if band.causal:
-        signed = band.distances(table.device)
         table = table.masked_fill(signed < 0, -torch.inf)
-        if CHUNK < band.first + band.queries <= band.keys:
-            table = table.masked_fill(_too_far(query, key, table, band, scale), -torch.inf)
-            windows = _windows(table, signed) if band.keys >= WINDOWED else windows
+    if band.first >= 0 and CHUNK < band.first + band.queries <= band.keys:
+        table = table.masked_fill(_too_far(query, key, table, band, scale), -torch.inf)
+        windows = _windows(table, signed) if band.causal and band.keys >= WINDOWED else windows
     bands = tuple((heads, dataclasses.replace(band, window=window)) for window, heads in windows.items())
     return table.contiguous(), bands
 

@@ -25,6 +25,8 @@ from hf_posenc.scores import exactly
 
 CHUNK = 256
 """Causal queries a kernel call: fewer make more calls, more look at more keys that are ahead of them."""
+CACHED = 2**22
+"""Bytes of keys and values that a thread reads as fast as fewer."""
 AT_ONCE = 2**20
 """Scores of the backward pass of a trained row that are materialised at a time, 4 MiB in float32."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -130,10 +132,10 @@ def output_and_sums(
     output = query.new_empty(rows, queries, heads, width).transpose(1, 2)
     sums = table.new_empty(rows, heads, queries)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    for some, band in bands:
-        row, near = table[some], [_side_by_side(x, some, bands) for x in (key, value)]
+    for some, band in _few_at_a_time(bands, key):
+        row, near = table[some], [x[:, some].contiguous() for x in (key, value)]
         for part, seen in band.chunks():
-            states = _turned(query, some, part), *(x[:, :, seen][:, some] for x in near)
+            states = _turned(query, some, part), *(x[:, :, seen] for x in near)
             found, total = kernel(*states, attn_mask=band.mask(row, part, seen), scale=scale)
             output[:, some, part], sums[:, some, part] = found.flip(2), total.flip(2)
     return output, sums
@@ -156,13 +158,13 @@ def gradients(
     d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if trained else None
     d_key, d_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
     with exactly(query.device):
-        for some, band in bands:
-            row, near = table[some], [_side_by_side(x, some, bands) for x in (key, value)]
+        for some, band in _few_at_a_time(bands, key):
+            row, near = table[some], [x[:, some].contiguous() for x in (key, value)]
             d_row = torch.zeros_like(row)
             for part, seen in band.chunks():
                 mask = band.mask(row, part, seen)
                 states = [_turned(x, some, part) for x in (gradient, query, output, sums)]
-                states += [x[:, :, seen][:, some] for x in near]
+                states += [x[:, :, seen] for x in near]
                 of_key, of_value = d_key[:, some, seen], d_value[:, some, seen]
                 if d_table is None:
                     of_query = _add_gradients(*states, of_key, of_value, mask=mask, scale=scale)
@@ -177,18 +179,23 @@ def gradients(
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table
 
 
-def _side_by_side(states: Tensor, some: Heads, bands: Bands) -> Tensor:
-    """Return keys or values, (b, h, k, d), as the kernel reads them fast.
+def _few_at_a_time(bands: Bands, key: Tensor) -> Iterator[tuple[Heads, Band]]:
+    """Yield the heads of bands, as many at a time as have keys and values that stay near a processor.
 
-    Heads that lie side by side for every token miss the caches from 4k tokens on. Where a window is taken out of some
-    heads it is copied anyway.
+    All of these are read again for every chunk. Keys are (b, h, k, d), and so are values.
     """
-    return states.contiguous() if len(bands) == 1 else states
+    rows, heads, keys, width = key.shape
+    count = max(1, torch.get_num_threads() * CACHED // (2 * rows * keys * width * key.element_size()))
+    for some, band in bands:
+        whole = some if isinstance(some, list) else range(heads)[some]
+        for begin in range(0, len(whole), count):
+            few = whole[begin : begin + count]
+            yield (few, band) if isinstance(few, list) else (slice(few.start, few.stop), band)
 
 
 def _turned(states: Tensor, some: Heads, part: slice) -> Tensor:
     """Return a chunk of some heads of (b, h, q, ...), its queries reversed."""
-    return states[:, :, part][:, some].flip(2).contiguous()
+    return states[:, :, part][:, some].flip(2)
 
 
 def _add_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
