@@ -7,6 +7,7 @@ texts, slots stand for positions, and a row of numbers says all about a bias by 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hf_posenc.positions import Positions
 from hf_posenc.reach import lowest_bias
-from hf_posenc.toeplitz import CHUNK, Band, Bands, Heads
+from hf_posenc.toeplitz import CHUNK, Band, Bands
 
 WINDOWED = 2048
 """Keys from which on heads with windows of their own take less time than all of them together."""
@@ -89,15 +90,18 @@ def within_reach(table: Tensor, query: Tensor, key: Tensor, band: Band, scale: f
         band: how queries and keys lie, without a window.
         scale: factor that makes a score of a product.
     """
-    windows: dict[int, Heads] = {band.window: slice(None)}
+    windows = [band.window] * len(table)
     signed = band.distances(table.device)
     if band.causal:
         table = table.masked_fill(signed < 0, -torch.inf)
     if band.first >= 0 and CHUNK < band.first + band.queries <= band.keys:
         table = table.masked_fill(_too_far(query, key, table, band, scale), -torch.inf)
         windows = _windows(table, signed) if band.causal and band.keys >= WINDOWED else windows
-    bands = tuple((heads, dataclasses.replace(band, window=window)) for window, heads in windows.items())
-    return table.contiguous(), bands
+    bands = []
+    for window, run in itertools.groupby(range(len(table)), key=windows.__getitem__):
+        heads = list(run)
+        bands.append((slice(heads[0], heads[-1] + 1), dataclasses.replace(band, window=window)))
+    return table.contiguous(), tuple(bands)
 
 
 @torch.no_grad()
@@ -113,11 +117,8 @@ def _too_far(query: Tensor, key: Tensor, table: Tensor, band: Band, scale: float
     return table < lowest[:, None]
 
 
-def _windows(table: Tensor, distance: Tensor) -> dict[int, Heads]:
-    """Return the heads by how far they see, in tokens: powers of two, or no end where little would be left out."""
-    windows: dict[int, list[int]] = {}
+def _windows(table: Tensor, distance: Tensor) -> list[int]:
+    """Return how far every head sees, in tokens: a power of two, or no end where little would be left out."""
     reach = torch.where(table.isinf(), 0, distance).amax(-1) + 1
-    for head, tokens in enumerate(reach.tolist()):
-        window = max(CHUNK, 2 ** math.ceil(math.log2(tokens)))
-        windows.setdefault(window if 2 * window <= int(distance[0]) else sys.maxsize, []).append(head)
-    return {window: heads if len(windows) > 1 else slice(None) for window, heads in windows.items()}
+    windows = [max(CHUNK, 2 ** math.ceil(math.log2(tokens))) for tokens in reach.tolist()]
+    return [window if 2 * window <= int(distance[0]) else sys.maxsize for window in windows]

@@ -83,8 +83,7 @@ class Band:
         return row.as_strided(size, (row.stride(0), row.stride(0), 1, 1))
 
 
-Heads = slice | list[int]
-Bands = tuple[tuple[Heads, Band], ...]
+Bands = tuple[tuple[slice, Band], ...]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, bands: Bands, scale: float) -> Tensor:
@@ -96,7 +95,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, bands: B
         value: (b, h, k, d).
         table: (h, n) float32 (float64 for float64 queries), by the distances of the bands; minus infinity where causal
             and below zero.
-        bands: heads, every one of them once, and how they lie; bands differ in their windows only.
+        bands: neighbouring heads, every one of them once, and how they lie; bands differ in their windows only.
         scale: factor that makes a score of a product.
 
     Returns:
@@ -133,7 +132,7 @@ def output_and_sums(
     sums = table.new_empty(rows, heads, queries)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for some, band in _few_at_a_time(bands, key):
-        row, near = table[some], [x[:, some].contiguous() for x in (key, value)]
+        row, near = table[some], [_side_by_side(x[:, some]) for x in (key, value)]
         for part, seen in band.chunks():
             states = _turned(query, some, part), *(x[:, :, seen] for x in near)
             found, total = kernel(*states, attn_mask=band.mask(row, part, seen), scale=scale)
@@ -159,7 +158,7 @@ def gradients(
     d_key, d_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
     with exactly(query.device):
         for some, band in _few_at_a_time(bands, key):
-            row, near = table[some], [x[:, some].contiguous() for x in (key, value)]
+            row, near = table[some], [_side_by_side(x[:, some]) for x in (key, value)]
             d_row = torch.zeros_like(row)
             for part, seen in band.chunks():
                 mask = band.mask(row, part, seen)
@@ -172,30 +171,35 @@ def gradients(
                     along = band.row(d_row, part, seen)
                     of_query = _add_all_gradients(*states, of_key, of_value, along, mask=mask, scale=scale)
                 d_query[:, some, part] = of_query.flip(2).to(query.dtype)
-                if isinstance(some, list):  # these are copies then
-                    d_key[:, some, seen], d_value[:, some, seen] = of_key, of_value
             if d_table is not None:
                 d_table[some] = d_row
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_table
 
 
-def _few_at_a_time(bands: Bands, key: Tensor) -> Iterator[tuple[Heads, Band]]:
+def _few_at_a_time(bands: Bands, key: Tensor) -> Iterator[tuple[slice, Band]]:
     """Yield the heads of bands, as many at a time as have keys and values that stay near a processor.
 
-    All of these are read again for every chunk. Keys are (b, h, k, d), and so are values.
+    What a chunk sees of these the next one reads again. Keys are (b, h, k, d), and so are values.
     """
-    rows, heads, keys, width = key.shape
-    count = max(1, torch.get_num_threads() * CACHED // (2 * rows * keys * width * key.element_size()))
-    for some, band in bands:
-        whole = some if isinstance(some, list) else range(heads)[some]
-        for begin in range(0, len(whole), count):
-            few = whole[begin : begin + count]
-            yield (few, band) if isinstance(few, list) else (slice(few.start, few.stop), band)
+    rows, _, keys, width = key.shape
+    for heads, band in bands:
+        each = 2 * rows * min(keys, band.window + band.chunk) * width * key.element_size()
+        count = max(1, torch.get_num_threads() * CACHED // each)
+        for begin in range(heads.start, heads.stop, count):
+            yield slice(begin, min(begin + count, heads.stop)), band
 
 
-def _turned(states: Tensor, some: Heads, part: slice) -> Tensor:
+def _side_by_side(states: Tensor) -> Tensor:
+    """Return keys or values, (b, h, k, d), with the tokens of a head next to each other, as the kernel reads them fast.
+
+    Where heads lie side by side for every token, they miss the caches from 4k tokens on.
+    """
+    return states if states.stride(2) == states.shape[3] else states.contiguous()
+
+
+def _turned(states: Tensor, some: slice, part: slice) -> Tensor:
     """Return a chunk of some heads of (b, h, q, ...), its queries reversed."""
-    return states[:, :, part][:, some].flip(2)
+    return states[:, some, part].flip(2)
 
 
 def _add_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -269,7 +273,7 @@ def _largest_deviation(dtype: torch.dtype) -> float:
     worst = 0.0
     for trained in (False, True):
         row = table.masked_fill(distance < 0, -torch.inf).requires_grad_(trained)
-        found = attend(q, k, v, row, bands=(([0], band), ([1], band)), scale=1 / 3)
+        found = attend(q, k, v, row, bands=((slice(0, 1), band), (slice(1, 2), band)), scale=1 / 3)
         inputs = (q, k, v, row) if trained else (q, k, v)
         gradients = torch.autograd.grad((found * weight.to(dtype)).sum(), inputs)
         for one, other in zip((found, *gradients), exact, strict=False):
