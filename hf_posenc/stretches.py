@@ -110,8 +110,8 @@ def _too_far(query: Tensor, key: Tensor, table: Tensor, band: Band, scale: float
 
     Numbers that small are slow besides: processors take their time over what is below the smallest normal number.
     """
-    place = band.first + band.queries
-    longest = torch.linalg.vector_norm(key.to(table.dtype), dim=-1).amax(-1, keepdim=True)
+    place, key = band.first + band.queries, key.to(table.dtype)
+    longest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
     own = key[:, :, band.first : place]
     lowest = lowest_bias(table[:, place - 1], query, own, longest, keys=band.keys, scale=scale)
     return table < lowest[:, None]
