@@ -155,7 +155,7 @@ def _attend_once(scores: Scores, query: Tensor, key: Tensor, value: Tensor, seen
 def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stretch: tuple[int, int]) -> Tensor:
     """Attend over one stretch of keys; (b, q, h, d)."""
     query, key, value = states
-    blind, band = seen.band(stretch, query.shape[2])
+    blind, band = seen.band(stretch, query)
     if not band.keys:
         return torch.zeros_like(query).transpose(1, 2)
     keys = slice(*stretch)

@@ -140,7 +140,7 @@ def _pieces(seen: Seen, query: Tensor, key: Tensor, table: Tensor, scale: float)
     """Yield the stretches of a call that hold any key; the table is by all distances that there are."""
     for index, stretch in enumerate(seen.stretches):
         rows = slice(index, index + 1) if len(seen.stretches) > 1 else slice(None)
-        blind, band = seen.band(stretch, query.shape[2])
+        blind, band = seen.band(stretch, query)
         if not band.keys or not band.queries:
             continue
         queries, keys = slice(blind, None), slice(*stretch)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_posenc.positions import Positions
 from hf_posenc.reach import lowest_bias
-from hf_posenc.toeplitz import CHUNK, Band, Bands
+from hf_posenc.toeplitz import CHUNK, HALF_CHUNK, Band, Bands
 
 WINDOWED = 2048
 """Keys from which on heads with windows of their own take less time than all of them together."""
@@ -37,12 +37,12 @@ class Seen:
     stretches: tuple[tuple[int, int], ...]
     causal: bool
 
-    def band(self, stretch: tuple[int, int], queries: int) -> tuple[int, Band]:
-        """Return how many queries stand before the first key of a stretch, and how the others lie to its keys."""
-        first, last = stretch
+    def band(self, stretch: tuple[int, int], query: Tensor) -> tuple[int, Band]:
+        """Return how many of the queries, (b, h, q, d), stand before a stretch, and how the others lie to its keys."""
+        (first, last), queries = stretch, query.shape[2]
         blind = min(queries, max(0, first - self.start)) if self.causal else 0
         lie = {"queries": queries - blind, "keys": last - first, "first": self.start + blind - first}
-        return blind, Band(**lie, causal=self.causal)
+        return blind, Band(**lie, causal=self.causal, chunk=HALF_CHUNK if query.element_size() == 2 else CHUNK)
 
 
 def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> Seen | None:

@@ -25,6 +25,8 @@ from hf_posenc.scores import exactly
 
 CHUNK = 256
 """Causal queries a kernel call: fewer make more calls, more look at more keys that are ahead of them."""
+HALF_CHUNK = 512
+"""The same in half precision, where the kernel packs all keys anew at every call."""
 CACHED = 2**22
 """Bytes of keys and values that a thread reads as fast as fewer."""
 AT_ONCE = 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_output_and_gradients_are_those_of_the_dense_bias(
     name: str, causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stretches, "WINDOWED", 500)
+    monkeypatch.setattr(toeplitz, "CACHED", 2**17)  # one to four heads at a time
     sizes = ((7, 7), (300, 300), (40, 300), (270, 600)) if causal else ((7, 7), (300, 300))
     for queries, keys in sizes:
         scores, *states = call(name, queries, keys, causal=causal, dtype=dtype)
@@ -129,6 +131,20 @@ def test_far_keys_are_left_out_only_where_they_cannot_be_told_from_rounding() ->
             found = forms.attend_along(scores, query, key, value)
             assert found is not None
             assert float((found - dense(scores, query, key, value)[0]).abs().max()) < 2e-6 * loudness
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_are_told_apart_by_how_far_they_see_on_either_side(causal: bool) -> None:
+    scores, query, key, _ = call("alibi", 4000, 4000, causal=causal)
+    band, heads = toeplitz.Band(queries=4000, keys=4000, first=0, causal=causal), key.repeat_interleave(2, 1)
+    distance = band.distances(query.device)
+    table, bands = stretches.within_reach(scores.encoding.distance_bias(distance.float()), query, heads, band, 0.7)
+    far = table.isinf()
+    assert bool(far[:2, distance.abs() > 1000].all())  # slopes of 1/4 and 1/16
+    assert not bool(far[:, (distance >= 0) & (distance < 100)].any())
+    assert not bool(far[3, distance >= 0].any())  # of 1/256
+    seen = [(part.start, part.stop, lie.window) for part, lie in bands]
+    assert seen == ([(0, 1, 256), (1, 2, 1024), (2, 4, sys.maxsize)] if causal else [(0, 4, sys.maxsize)])
 
 
 @pytest.fixture(params=["gpt2", "llama", "bert"])
