@@ -2,7 +2,8 @@
 
 Where slots stand for positions, a bias of the distance alone needs one number a distance, and any other is written out
 for a few queries at a time: where every query sees one stretch of keys, and positions count on along it, as under
-padding, in a cache and in plain texts. Whatever is otherwise goes through the general form, in `scores`.
+padding, in a cache, in plain texts and in each of those packed into a row. Whatever is otherwise goes through the
+general form, in `scores`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hf_posenc.operators import attend_compiled
 from hf_posenc.positions import Positions
 from hf_posenc.reach import attend_once, bias_by_distance
 from hf_posenc.scores import Attend, Output, Scores, attend_by_length, attend_in_blocks, exactly, own_attention
-from hf_posenc.stretches import Seen, seen_keys, within_reach
+from hf_posenc.stretches import Seen, seen_keys, texts, within_reach
 from hf_posenc.toeplitz import Band, attend, trusted
 
 FEWEST = 1024
@@ -120,6 +121,8 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
         return None
     if not trusted(query.dtype):
         return None
+    if scores.positions.documents is not None:
+        return _attend_texts(scores, (query, *_repeated(groups, key, value)))
     mask, known = scores.mask, scores.positions.known
     asked = id(mask), key.shape[2]
     if asked not in known:  # the mask stays in there, so that no other one can take its id
@@ -129,14 +132,7 @@ def attend_along(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> T
         return None
     if once:
         return _attend_once(scores, query, key, value, seen)
-    states = query, *_repeated(groups, key, value)
-    if len(seen.stretches) == 1:
-        return _attend_stretch(scores, states, seen, seen.stretches[0])
-    outputs = []
-    for index, stretch in enumerate(seen.stretches):
-        row = tuple(x[index : index + 1] for x in states)
-        outputs.append(_attend_stretch(scores.row(index), row, seen, stretch))
-    return torch.cat(outputs)
+    return _attend_stretches(scores, (query, *_repeated(groups, key, value)), seen)
 
 
 def _repeated(groups: int, *states: Tensor) -> Iterator[Tensor]:
@@ -150,6 +146,63 @@ def _attend_once(scores: Scores, query: Tensor, key: Tensor, value: Tensor, seen
     if {*ends} != {seen.start + 1} or max(firsts) > seen.start or not scores.encoding.overrides("distance_bias"):
         return None
     return attend_once(scores, query, key, value, slot=seen.start, firsts=list(firsts))
+
+
+def _attend_texts(scores: Scores, states: tuple[Tensor, ...]) -> Tensor | None:
+    """Attend within every text of packed rows by itself, (b, q, h, d); None where texts are no stretches."""
+    known, asked = scores.positions.known, ("texts", id(scores.mask))
+    if asked not in known:
+        known[asked] = scores.mask, _texts_seen(scores)
+    found: list[list[tuple[slice, Seen]]] | None = known[asked][1]
+    if found is None:
+        return None
+    outputs = []
+    for index, row in enumerate(found):
+        together = len(found) == 1  # the rows of the batch, where they are packed alike
+        own = scores if together else scores.row(index)
+        own_states = states if together else tuple(x[index : index + 1] for x in states)
+        parts = [
+            _attend_stretches(_text(own, part), tuple(x[:, :, part] for x in own_states), seen) for part, seen in row
+        ]
+        outputs.append(torch.cat(parts, dim=1))
+    return torch.cat(outputs)
+
+
+def _texts_seen(scores: Scores) -> list[list[tuple[slice, Seen]]] | None:
+    """Return where the texts of every row stand, and what each sees; None where that is not one stretch for each."""
+    documents = scores.positions.documents
+    rows = None if documents is None or scores.past else texts(documents)
+    if rows is None:
+        return None
+    found = []
+    for index, parts in enumerate(rows):
+        own = scores.row(index) if len(rows) > 1 else scores
+        alone = [_text(own, part) for part in parts]
+        seen = [seen_keys(text.positions, text.mask, causal=text.triangle) for text in alone]
+        if None in seen:
+            return None
+        found.append([(part, one) for part, one in zip(parts, seen, strict=True) if one is not None])
+    return found
+
+
+def _text(scores: Scores, part: slice) -> Scores:
+    """Return the scores of one text of a row, as if there were no other."""
+    mask = scores.mask
+    if mask is not None:
+        mask = mask[:, :, part if mask.shape[2] > 1 else slice(None), part]
+    how: dict[str, Any] = {"causal": scores.triangle, "dtype": scores.dtype, "scaling": scores.scaling}
+    return Scores(scores.encoding, scores.positions.part(part, part), mask=mask, **how)
+
+
+def _attend_stretches(scores: Scores, states: tuple[Tensor, ...], seen: Seen) -> Tensor:
+    """Attend over the stretch of keys that each row sees; (b, q, h, d)."""
+    if len(seen.stretches) == 1:
+        return _attend_stretch(scores, states, seen, seen.stretches[0])
+    outputs = []
+    for index, stretch in enumerate(seen.stretches):
+        row = tuple(x[index : index + 1] for x in states)
+        outputs.append(_attend_stretch(scores.row(index), row, seen, stretch))
+    return torch.cat(outputs)
 
 
 def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stretch: tuple[int, int]) -> Tensor:

@@ -80,6 +80,18 @@ def seen_keys(positions: Positions, mask: Tensor | None, *, causal: bool) -> See
     return Seen(start=start, stretches=stretches[:1] if len(set(stretches)) == 1 else stretches, causal=causal)
 
 
+def texts(documents: Tensor) -> list[list[slice]] | None:
+    """Return where in its row each packed text stands, (b, n) int64; None where one is interleaved with another."""
+    rows = []
+    for row in documents:
+        numbers, sizes = row.unique_consecutive(return_counts=True)
+        if len(numbers) > len(numbers.unique()):
+            return None
+        ends = sizes.cumsum(0).tolist()
+        rows.append([slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)])
+    return rows
+
+
 def within_reach(table: Tensor, query: Tensor, key: Tensor, band: Band, scale: float) -> tuple[Tensor, Bands]:
     """Return a table without the distances that cannot count, and the heads in bands by how far they see.
 

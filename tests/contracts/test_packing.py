@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import hf_posenc as posenc
+from hf_posenc import forms
 from hf_posenc.errors import BackendError, ConfigError
 from hf_posenc.positions import within_documents
 from tests.contracts.test_encodings_matrix import CAN, trained
@@ -132,6 +133,37 @@ def test_a_cache_is_filled_by_packed_rows_but_never_followed_by_any(subject: str
         model(input_ids=PACKED[:, :1], document_ids=DOCUMENTS[:, :1], past_key_values=cache)
     output = model(input_ids=PACKED, document_ids=DOCUMENTS)
     assert not [name for name in ("cache", "past_key_values") if output.get(name) is not None]
+
+
+@pytest.mark.parametrize("name", ["kerple", "fox"])
+def test_packed_texts_take_the_fast_form_each_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows packed alike and differently, padded and not, down to texts of one token; interleaved ones cannot."""
+    taken, fast = [], forms.attend_along
+
+    def noted(*states: Any) -> Tensor | None:
+        output = fast(*states)
+        taken.append(output is not None)
+        return output
+
+    monkeypatch.setattr(forms, "attend_along", noted)
+    model = posenc.patch(SUBJECTS["gpt2"].fresh(), posenc.encoding(name), verify=False)
+    ids, mask, places = tokens(2, 40), torch.ones(2, 40, dtype=torch.long), torch.arange(40)
+    mask[1, :9] = 0
+    alike, apart = places[None].expand(2, -1) // 13, torch.stack([places // 13, places // 21])
+    cases = [{"document_ids": alike}, {"document_ids": apart}, {"document_ids": apart, "attention_mask": mask}]
+
+    def learned(**inputs: Tensor) -> list[Tensor]:
+        said = model(ids, **inputs).logits[mask.bool()]
+        return [said.detach(), *torch.autograd.grad(said.square().mean(), list(model.parameters()))]
+
+    ours = [learned(**inputs) for inputs in cases]
+    assert taken == [True] * 6
+    learned(document_ids=places[None].expand(2, -1) % 3)
+    assert taken[6:] == [False] * 2
+    monkeypatch.setattr(forms, "attend_along", lambda *_: None)
+    for inputs, found in zip(cases, ours, strict=True):
+        for one, other in zip(found, learned(**inputs), strict=True):
+            assert_same(one, other)
 
 
 def test_what_document_ids_cannot_do_is_refused() -> None:
