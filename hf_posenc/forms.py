@@ -160,9 +160,11 @@ def _attend_texts(scores: Scores, states: tuple[Tensor, ...]) -> Tensor | None:
     for index, row in enumerate(found):
         together = len(found) == 1  # the rows of the batch, where they are packed alike
         own = scores if together else scores.row(index)
-        own_states = states if together else tuple(x[index : index + 1] for x in states)
+        sizes = [part.stop - part.start for part, _ in row]
+        split = [(x if together else x[index : index + 1]).split(sizes, dim=2) for x in states]
         parts = [
-            _attend_stretches(_text(own, part), tuple(x[:, :, part] for x in own_states), seen) for part, seen in row
+            _attend_stretches(_text(own, part), tuple(part_states), seen)
+            for (part, seen), *part_states in zip(row, *split, strict=True)
         ]
         outputs.append(torch.cat(parts, dim=1))
     return torch.cat(outputs)
