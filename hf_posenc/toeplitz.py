@@ -10,6 +10,7 @@ is written nowhere, so `trusted` tries it on a few tokens, against float64.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ def gradients(
     d_query, d_table = torch.empty_like(query), torch.zeros_like(table) if trained else None
     d_key, d_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
     with exactly(query.device):
-        for some, band in _few_at_a_time(bands, key):
+        for some, band in _for_all_gradients(bands) if trained else _few_at_a_time(bands, key):
             row, near = table[some], [_side_by_side(x[:, some]) for x in (key, value)]
             d_row = torch.zeros_like(row)
             for part, seen in band.chunks():
@@ -189,6 +190,11 @@ def _few_at_a_time(bands: Bands, key: Tensor) -> Iterator[tuple[slice, Band]]:
         count = max(1, torch.get_num_threads() * CACHED // each)
         for begin in range(heads.start, heads.stop, count):
             yield slice(begin, min(begin + count, heads.stop)), band
+
+
+def _for_all_gradients(bands: Bands) -> Iterator[tuple[slice, Band]]:
+    """Yield the heads of bands in the chunks that suit scores which are materialised: no kernel packs anything then."""
+    return ((heads, dataclasses.replace(band, chunk=min(band.chunk, CHUNK))) for heads, band in bands)
 
 
 def _side_by_side(states: Tensor) -> Tensor:
