@@ -1,8 +1,9 @@
 """Convert a pretrained model to another position encoding, and bring its quality back with few tokens.
 
 Stages in order: put the encoding in; keep what all rows of a removed table shared (`absorption`); fit the encoding to
-the scores that were lost (`calibration`); train, by one Trainer, with fading old positions (`annealing`), layers taught
-one by one (`layerwise`) and the original as a second teacher beside the text (`distillation`), as the recipe says.
+the scores that were lost (`calibration`), or queries and keys to a rotation (`attention_fit`); train, by one Trainer,
+with fading old positions (`annealing`), layers taught one by one (`layerwise`) and the original as a second teacher
+beside the text (`distillation`), as the recipe says.
 """
 
 from __future__ import annotations

@@ -8,22 +8,22 @@ from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.absorption import can_absorb
+from hf_posenc.conversion.attention_fit import gains_rotation
 from hf_posenc.conversion.calibration import can_calibrate
 from hf_posenc.conversion.recipe import Absorb, Calibrate, Distill, Recipe
-from hf_posenc.conversion.rotation_choice import rotations
 from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
 
 FAR = 2e-3
-"""Learning rate of what has no bias fitted: RoPE and NoPE end lower than at that of the others."""
+"""Learning rate of what starts unfitted: NoPE ends lower than at that of the others."""
 
 
 def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) -> Recipe:
     """Return the recipe that is recommended for converting a model to an encoding.
 
     The mean of a table that is added to the token embedding is absorbed; an encoding whose parameters make a bias that
-    looks at positions alone is calibrated, and a rotation that is left open chosen; the original teaches all. What
-    starts without a fitted bias has further to go and learns faster.
+    looks at positions alone is calibrated; a rotation that is left open is chosen, and queries and keys fitted to one
+    that the model did not have; the original teaches all. What starts unfitted has further to go and learns faster.
 
     Args:
         model: not patched.
@@ -39,16 +39,11 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
     if can_absorb(model, plan):
         stages["absorb"] = Absorb()
     if calibrates(model, encoding, plan):
-        stages["calibrate"] = Calibrate()
-    if _fitted(plan):
-        stages["learning_rate"] = Recipe.learning_rate
+        stages |= {"calibrate": Calibrate(), "learning_rate": Recipe.learning_rate}
     return Recipe.from_dict(stages | fields)
 
 
 def calibrates(model: PreTrainedModel, encoding: EncodingConfig, plan: PatchPlan) -> bool:
-    """Tell whether an encoding, as it was asked for, has parameters to fit or leaves a rotation open."""
-    return _fitted(plan) or bool(rotations(model, encoding, plan))
-
-
-def _fitted(plan: PatchPlan) -> bool:
-    return can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention)))
+    """Tell whether an encoding, as it was asked for, has parameters to fit, or is a rotation that the model lacks."""
+    fits = can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention)))
+    return fits or gains_rotation(model, plan)

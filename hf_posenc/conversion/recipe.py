@@ -47,6 +47,8 @@ class Absorb(Stage):
 class Calibrate(Stage):
     """Fit the encoding's own parameters to the scores that the model lost; trains nothing else.
 
+    A rotation has none: its base and share are chosen, and queries and keys fitted (`attention_fit`).
+
     Attributes:
         rows: rows of training text that both models read.
     """

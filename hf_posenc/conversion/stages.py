@@ -21,14 +21,15 @@ from hf_posenc.config import Encoding
 from hf_posenc.conversion.absorption import absorb, position_rows
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
 from hf_posenc.conversion.annealing import Fade, Rows, annealed
+from hf_posenc.conversion.attention_fit import fit_attention, gains_rotation
 from hf_posenc.conversion.batches import Batches
-from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, calibrate
+from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, calibrate, can_calibrate
 from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
 from hf_posenc.conversion.layerwise import layer_paths, stream_positions
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.conversion.rotation_choice import best_rotation
 from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint
-from hf_posenc.conversion.training import asked
+from hf_posenc.conversion.training import asked, original_of
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.errors import ConfigError
 from hf_posenc.evaluation.scoring import evaluation_mode
@@ -104,8 +105,9 @@ class Stages:
             raise ConfigError(f"the text fills {len(self.train)} rows, fewer than a step takes; give more text.")
         self.rows = rows = position_rows(model)
         self.old = self._old_positions(rows) if recipe.anneal is not None else None
+        fits = recipe.calibrate is not None and not recipe.lora_rank and gains_rotation(model, self.plan)
         before = self.loss()
-        self.original = original = original_of(model, shared=not self.steps or recipe.lora_rank > 0)
+        self.original = original = original_of(model, shared=not (self.steps or fits) or recipe.lora_rank > 0)
         patch(model, self.plan.config)
         after = self._note("replace", before)
         if recipe.absorb is not None and rows is not None:
@@ -120,7 +122,9 @@ class Stages:
             some = self.train.select(range(min(recipe.calibrate.rows, len(self.train))))
             if self.rotations:
                 self._choose_rotation(some)
-            else:
+            if fits:
+                self._fit_attention(original, some)
+            elif can_calibrate(self.encoding):
                 self._calibrate(original, some)
             self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))
 
@@ -133,6 +137,15 @@ class Stages:
         if not kept:
             self.encoding.load_state_dict(own)
         self.calibration = found | {"kept": kept}
+
+    def _fit_attention(self, original: PreTrainedModel, rows: Any) -> None:
+        """Fit queries and keys to a rotation; keep the fit where the loss on these rows is lower for it."""
+        modules = [self.model.get_submodule(path) for path in self.plan.attention]
+        own, before = [copy.deepcopy(module.state_dict()) for module in modules], self.loss(rows)
+        fit_attention(self.model, original, torch.tensor(rows["input_ids"]), self.plan)
+        if not self.loss(rows) < before:
+            for module, weights in zip(modules, own, strict=True):
+                module.load_state_dict(weights)
 
     def _choose_rotation(self, rows: Any) -> None:
         """Patch anew with the rotation under which the loss on these rows is lowest."""
@@ -285,9 +298,3 @@ class _Watch(TrainerCallback):
             self.lesson.fade_to(state.global_step)
             loss = self.stages.loss()
             state.log_history.append({"step": state.global_step, "stage": " + ".join(ended), "held_out_loss": loss})
-
-
-def original_of(model: PreTrainedModel, *, shared: bool) -> PreTrainedModel:
-    """Return the model as it is, for keeps; it shares the weights that are not trained, or all of them."""
-    memo: dict[int, Any] = {id(weight): weight for weight in model.parameters() if shared or not weight.requires_grad}
-    return copy.deepcopy(model, memo)

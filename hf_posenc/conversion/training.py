@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,3 +57,9 @@ def packed_perplexity(model: PreTrainedModel, dataset: Dataset, *, batch_size: i
         targets += input_ids[:, 1:].numel()
     model.train(was_training)
     return math.exp(nll_sum / targets)
+
+
+def original_of(model: PreTrainedModel, *, shared: bool) -> PreTrainedModel:
+    """Return the model as it is, for keeps; it shares the weights that are not trained, or all of them."""
+    memo: dict[int, Any] = {id(weight): weight for weight in model.parameters() if shared or not weight.requires_grad}
+    return copy.deepcopy(model, memo)

@@ -20,7 +20,7 @@ from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
 from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Recipe
 from hf_posenc.conversion.rotation_choice import BASES
-from hf_posenc.conversion.stages import original_of
+from hf_posenc.conversion.training import original_of
 from hf_posenc.errors import ConfigError, DataError, TrainingError, UnsupportedFamilyError
 from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, WORDS, difference, gpt2, ids, quick, texts
 

@@ -1,0 +1,110 @@
+"""A start for rotations: queries and keys are fitted until they attend as those of the original did.
+
+A rotation has no parameters. What it can say of positions is decided by the weights that make queries and keys: a
+constant part of both, turned against each other, is a curve over the distance, and the fast pairs of dimensions, which
+a rotation mixes up, must not carry what words say. So these weights are fitted, layer by layer from below, on what
+reaches the attention of a layer in the converted model, whose lower layers are fitted by then. The goal is the
+attention of the original on the same rows (mean KL divergence of a query, in nats). Gradients run through the attention
+of the one layer only.
+
+Every weight of an attention module takes part that its probabilities depend on, whatever it is called: those of values
+and output get no gradient, and stay.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.anatomy import own_rope
+from hf_posenc.errors import UnsupportedFamilyError
+from hf_posenc.evaluation.attention_record import reporting_attention
+from hf_posenc.evaluation.scoring import evaluation_mode
+from hf_posenc.planning import PatchPlan
+
+PAIRS = 2**28
+"""Probabilities of one layer that are kept at a time, 1 GiB in float32; longer rows make fewer."""
+AT_ONCE = 8
+"""Rows in one step."""
+STEPS = 64
+"""Steps of a layer; twice as many bring a tiny GPT-2 from 0.17 to 0.15 of its distance from the original."""
+STEP = 0.1
+"""First step of a weight over the root mean square of its tensor; the steps fall to 0 along a cosine."""
+_LEAST = 1e-20
+
+
+def fit_attention(model: PreTrainedModel, original: PreTrainedModel, rows: Tensor, plan: PatchPlan) -> None:
+    """Fit what makes queries and keys of a patched model, in place.
+
+    Args:
+        model: patched; weights that do not require gradients stay.
+        original: the same model before the patch, which shares none of the weights that are fitted.
+        rows: (N, n) token ids, of which as many are read as `PAIRS` allows.
+        plan: of the patch.
+
+    Raises:
+        UnsupportedFamilyError: an attention module reports no probabilities.
+    """
+    heads = plan.geometry.num_attention_heads
+    rows = rows[: max(1, PAIRS // (heads * rows.shape[1] ** 2))].to(model.device)
+    batches = rows.split(AT_ONCE)
+    with ExitStack() as stack:
+        for each in (model, original):
+            stack.enter_context(reporting_attention(each))
+            stack.enter_context(evaluation_mode(each))
+        for path in plan.attention:
+            goals = [_probabilities(_call(original, path, batch)[2], path) for batch in batches]
+            calls = [_call(model, path, batch)[:2] for batch in batches]
+            _fit(model.get_submodule(path), path, calls, goals)
+
+
+def gains_rotation(model: PreTrainedModel, plan: PatchPlan) -> bool:
+    """Tell whether an unpatched model, which turns no queries and keys, will do so after the planned patch."""
+    encoding = plan.config.build_layers(plan.geometry, len(plan.attention))
+    return encoding.overrides("rotate") and own_rope(model, plan.family, plan.geometry) is None
+
+
+def _call(model: PreTrainedModel, path: str, rows: Tensor) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Run a model and return what one of its modules was given, and what it gave."""
+    found: list[Any] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found[:] = args, dict(kwargs), output
+
+    with ExitStack() as stack:
+        stack.callback(model.get_submodule(path).register_forward_hook(keep, with_kwargs=True).remove)
+        model(input_ids=rows, use_cache=False, output_attentions=True)
+    args, kwargs, output = found
+    return args, kwargs, output
+
+
+def _probabilities(output: Any, path: str) -> Tensor:
+    """Return the attention probabilities, (b, h, n, n), among what an attention module gave."""
+    for given in output if isinstance(output, tuple) else ():
+        if isinstance(given, Tensor) and given.ndim == 4 and given.shape[-1] == given.shape[-2]:
+            return given
+    raise UnsupportedFamilyError(f"{path} reports no attention probabilities to be fitted to; leave calibrate out.")
+
+
+def _fit(module: nn.Module, path: str, calls: list[Any], goals: list[Tensor]) -> None:
+    """Take `STEPS` of Adam, in proportion to the size of every weight."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    sizes = [max(float(weight.detach().square().mean().sqrt()), 1e-3) for weight in weights]
+    groups = [{"params": [weight], "lr": STEP * size} for weight, size in zip(weights, sizes, strict=True)]
+    search = torch.optim.Adam(groups)
+    falls = torch.optim.lr_scheduler.LambdaLR(search, lambda step: (1 + math.cos(math.pi * step / STEPS)) / 2)
+    with torch.enable_grad():
+        for step in range(STEPS):
+            (args, kwargs), goal = calls[step % len(calls)], goals[step % len(goals)]
+            found = _probabilities(module(*args, **kwargs), path)
+            ratio = goal.clamp(min=_LEAST).log() - found.clamp(min=_LEAST).log()
+            search.zero_grad()
+            (goal * ratio).sum(-1).mean().backward()
+            search.step()
+            falls.step()
+    search.zero_grad()
