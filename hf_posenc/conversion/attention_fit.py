@@ -85,15 +85,17 @@ def _call(model: PreTrainedModel, path: str, rows: Tensor) -> tuple[tuple[Any, .
 
 def _probabilities(output: Any, path: str) -> Tensor:
     """Return the attention probabilities, (b, h, n, n), among what an attention module gave."""
-    for given in output if isinstance(output, tuple) else ():
+    for given in output if isinstance(output, tuple | list) else ():
         if isinstance(given, Tensor) and given.ndim == 4 and given.shape[-1] == given.shape[-2]:
             return given
     raise UnsupportedFamilyError(f"{path} reports no attention probabilities to be fitted to; leave calibrate out.")
 
 
 def _fit(module: nn.Module, path: str, calls: list[Any], goals: list[Tensor]) -> None:
-    """Take `STEPS` of Adam, in proportion to the size of every weight."""
+    """Take `STEPS` of Adam, in proportion to the size of every weight that is not frozen."""
     weights = [weight for weight in module.parameters() if weight.requires_grad]
+    if not weights:
+        return
     sizes = [max(float(weight.detach().square().mean().sqrt()), 1e-3) for weight in weights]
     groups = [{"params": [weight], "lr": STEP * size} for weight, size in zip(weights, sizes, strict=True)]
     search = torch.optim.Adam(groups)
