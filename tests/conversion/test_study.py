@@ -117,3 +117,13 @@ def test_runs_are_named_apart_and_the_original_has_no_stages() -> None:
 
 def test_a_table_is_one() -> None:
     assert table(("a", "b"), [("x", "1")]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
+
+
+def test_fewer_tokens_are_compared_on_the_same_text() -> None:
+    """Ahead on one text, behind on the other, and behind the lowest of all."""
+    unseen = [run("rope", "naive", 30, percent=10), run("rope", "start+distill", 25, percent=2)]
+    seen = [run("rope", "naive", 22, percent=10), run("rope", "start", 26, percent=2)]
+    said = page(*unseen, *(one | {"text": "seen"} for one in seen))
+    assert "`naive`, 10 %: fewer tokens are better for 1 of 1: rope." in said
+    assert "`naive, seen text`, 10 %: fewer tokens are better for 0 of 1." in said
+    assert "Whatever the text: for 0 of 1." in said
