@@ -135,7 +135,7 @@ def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -
     loaded = posenc.from_pretrained(tmp_path / "run")
     assert torch.equal(loaded(ids()).logits, done.model(ids()).logits)
     with pytest.raises(ConfigError, match="nothing that could be fitted"):
-        convert(sharp(), given, rows, recipe)
+        convert(sharp(), posenc.NoPE(), rows, recipe)
 
 
 def test_the_recommended_recipe_has_the_stages_that_have_something_to_do() -> None:
