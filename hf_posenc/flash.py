@@ -49,9 +49,8 @@ def rides(encoding: Encoding) -> bool:
     layers = getattr(encoding, "layers", None)
     if layers is not None:
         return all(rides(layer) for layer in layers)
-    own = any(encoding.overrides(hook) for hook in ("score", "output_bias"))
-    own = own or encoding.rotation_grows_after is not None
-    return not own and (not encoding.overrides("bias") or encoding.separable_slopes() is not None)
+    slopes = not encoding.overrides("bias") or encoding.separable_slopes() is not None
+    return encoding.only_adds() and slopes
 
 
 class _Named:

@@ -33,9 +33,7 @@ def carries(encoding: Encoding) -> bool:
     layers = getattr(encoding, "layers", None)
     if layers is not None:
         return all(carries(layer) for layer in layers)
-    own = any(encoding.overrides(hook) for hook in ("score", "output_bias"))
-    own = own or encoding.rotation_grows_after is not None
-    return not own and encoding.overrides("bias") == encoding.overrides("distance_bias")
+    return encoding.only_adds() and encoding.overrides("bias") == encoding.overrides("distance_bias")
 
 
 def check_cache(cache: Any, backend: str | None) -> None:

@@ -90,6 +90,11 @@ class Encoding(nn.Module):
         """
         return None
 
+    def only_adds(self) -> bool:
+        """Tell whether all that is done to scores, beside turning queries and keys for good, is adding a bias."""
+        own = any(self.overrides(hook) for hook in ("score", "output_bias"))
+        return not own and self.rotation_grows_after is None
+
     def _bias_by_distance(self, positions: Positions, dtype: torch.dtype) -> Tensor | None:
         """Return (1|b, h, q, k), looked up in the numbers of all distances that there are."""
         distance = positions.distance()

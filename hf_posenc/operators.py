@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from hf_posenc.config import Encoding
 from hf_posenc.positions import Positions
@@ -70,7 +70,7 @@ def _trusted(dtype: torch.dtype) -> bool:
     return trusted(dtype)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::seen", mutates_args=(), schema="(Tensor[] told, bool causal) -> Tensor")
+@library.custom_op(f"{NAMESPACE}::seen", mutates_args=(), schema="(Tensor[] told, bool causal) -> Tensor")
 def _seen(told: list[Tensor], causal: bool) -> Tensor:
     """Return what `seen_keys` does, as whole numbers.
 
@@ -150,7 +150,7 @@ def _pieces(seen: Seen, query: Tensor, key: Tensor, table: Tensor, scale: float)
         yield _Piece(rows=rows, queries=queries, keys=keys, entries=entries, table=cut, bands=bands)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     f"{NAMESPACE}::attend",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor table, Tensor[] call, bool causal, float scale) "
@@ -191,7 +191,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, table: Tensor, *_: Any) -> tupl
     return query.new_empty(rows, queries, heads, width), table.new_empty(rows, heads, queries)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     f"{NAMESPACE}::gradients",
     mutates_args=(),
     schema="(Tensor gradient, Tensor[] saved, Tensor[] call, bool causal, float scale, bool trained) "

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from hf_posenc.config import Encoding
 from hf_posenc.positions import Positions, working_dtype
@@ -100,7 +100,7 @@ class Written(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=self.scale)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     f"{NAMESPACE}::attend",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? gates, Tensor[] parameters, Tensor[] told, "
@@ -141,7 +141,7 @@ def _(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(rows, queries, heads, width)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     f"{NAMESPACE}::gradients",
     mutates_args=(),
     schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? gates, Tensor[] parameters, "

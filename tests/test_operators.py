@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor, fx
+from torch import Tensor, fx, library
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
@@ -65,9 +65,9 @@ def test_what_a_compiler_is_told_of_the_operators_is_true() -> None:
     given = [scores.positions.query, scores.positions.key, torch.arange(3, 12), seen("padded", 9, 12)]
     table = torch.randn(4, 23).requires_grad_()
     quick = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators._seen, (given, False), test_utils=quick)
+    library.opcheck(operators._seen, (given, False), test_utils=quick)
     told = [operators._seen(given, False), *given]
-    torch.library.opcheck(operators._attend, (query, key, value, table, told, False, 0.7), test_utils=quick)
+    library.opcheck(operators._attend, (query, key, value, table, told, False, 0.7), test_utils=quick)
 
 
 def prepared(subject: str, name: str, **fields: Any) -> PreTrainedModel:

@@ -45,9 +45,10 @@ class Absorb(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(Stage):
-    """Fit the encoding's own parameters to the scores that the model lost; trains nothing else.
+    """Fit the encoding's own parameters to the scores that the model lost, and nothing else.
 
-    A rotation has none: its base and share are chosen, and queries and keys fitted (`attention_fit`).
+    A rotation has none: what is left open of it is chosen, and queries and keys are fitted to it (`attention_fit`).
+    Below LoRA adapters they stay: these leave the weights of the model alone.
 
     Attributes:
         rows: rows of training text that both models read.

@@ -156,7 +156,7 @@ def _frugality(rows: Sequence[Row]) -> str:
         ahead, met = [], 0
         for road in (row for row in roads if row["rung"] == rung):
             mine = [row for row in own if row["target"] == road["target"]]
-            found = _frugal(mine, largest, rung.removeprefix(NAIVE), road["end"])
+            found = _frugal(mine, road)
             if found is None:
                 continue
             target, lower, met = road["target"], found["end"] < road["end"], met + 1
@@ -174,19 +174,21 @@ def _frugality(rows: Sequence[Row]) -> str:
     return f"## Against the naive road with more tokens, on the same text\n\n{table(header, lines)}\n{' '.join(said)}\n"
 
 
-def _frugal(rows: Sequence[Row], largest: float, text: str, goal: float) -> Row | None:
-    """Return the cheapest run on a text that ends below `goal`, else the best of the dearest, or None without any.
+def _frugal(rows: Sequence[Row], road: Row) -> Row | None:
+    """Return the cheapest of a target's runs with fewer tokens of the same text that ends below a naive one.
 
-    Args:
-        rows: of one target.
-        largest: the budget below which runs are looked for, in per cent.
-        text: how the names of runs on it end.
-        goal: loss in nats a token.
+    Where none does, the best of those with most tokens; None where there is no such run.
     """
-    less = [row for row in rows if row["percent"] < largest and row["rung"].endswith(text or row["rung"])]
-    less = [row for row in less if text or "," not in row["rung"]]
-    enough = sorted((row for row in less if row["end"] < goal), key=lambda row: (row["percent"], row["end"]))
-    return next(iter(enough), None) or min(less, key=lambda row: (-row["percent"], row["end"]), default=None)
+    less = [row for row in rows if row["percent"] < road["percent"] and _text(row) == _text(road)]
+    enough = [row for row in less if row["end"] < road["end"]]
+    if enough:
+        return min(enough, key=lambda row: (row["percent"], row["end"]))
+    return min(less, key=lambda row: (-row["percent"], row["end"]), default=None)
+
+
+def _text(row: Row) -> str:
+    """Return what the name of a run says of its text: nothing, where the original never saw it."""
+    return str(row["rung"]).partition(",")[2]
 
 
 def _is(row: Row, target: str, percent: float) -> bool:
