@@ -47,8 +47,8 @@ class Absorb(Stage):
 class Calibrate(Stage):
     """Fit the encoding's own parameters to the scores that the model lost, and nothing else.
 
-    A rotation has none: what is left open of it is chosen, and queries and keys are fitted to it (`attention_fit`).
-    Below LoRA adapters they stay: these leave the weights of the model alone.
+    A rotation has none: queries and keys are fitted to it (`attention_fit`). Below LoRA adapters, which leave the
+    weights of the model alone, the base and the share of the rotation are chosen instead, where they are left open.
 
     Attributes:
         rows: rows of training text that both models read.

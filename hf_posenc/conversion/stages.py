@@ -51,7 +51,7 @@ class Stages:
         plan: of the patch.
         recipe: what is done.
         batches: collates rows.
-        rotations: what calibration chooses from, where there is no parameter to fit (`rotation_choice`).
+        rotations: what calibration chooses from, where there is nothing that it may fit (`rotation_choice`).
         train, held_out: datasets of packed rows.
         record: what came of every stage so far.
         calibration: how well the encoding could be fitted, and whether the fit was `kept`; None where none was made.
@@ -120,10 +120,10 @@ class Stages:
             after = self._note("absorb", after)
         if recipe.calibrate is not None:
             some = self.train.select(range(min(recipe.calibrate.rows, len(self.train))))
-            if self.rotations:
-                self._choose_rotation(some)
             if fits:
                 self._fit_attention(original, some)
+            elif self.rotations:
+                self._choose_rotation(some)
             elif can_calibrate(self.encoding):
                 self._calibrate(original, some)
             self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc.config import EncodingConfig, encoding
 from hf_posenc.conversion.convert import convert
-from hf_posenc.conversion.recipe import Absorb, Anneal, Calibrate, Distill, Layerwise, Recipe
+from hf_posenc.conversion.recipe import Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
 from hf_posenc.conversion.study_page import ORIGINAL
 from hf_posenc.conversion.study_report import LENGTH, LENGTHS, RESULT, SLIDING, UNSEEN, write_report
 from hf_posenc.conversion.study_text import selection_rows, unseen_documents
@@ -36,11 +36,12 @@ TARGETS: dict[str, EncodingConfig] = {
     "kerple": encoding("kerple", per_layer=True),
     "t5": encoding("t5", per_layer=True),
     "rope": encoding("rope"),
+    "yarn": encoding("rope", scaling={"rope_type": "yarn", "factor": 8.0}),
     "fire": encoding("fire", per_layer=True),
     "nope": encoding("nope"),
     ORIGINAL: encoding("learned"),
 }
-FITTED = ("alibi", "kerple", "t5", "rope", "fire")
+FITTED = ("alibi", "kerple", "t5", "rope", "yarn", "fire")
 """Targets with something to calibrate."""
 START: dict[str, Any] = {"absorb": Absorb(), "calibrate": Calibrate()}
 RUNGS: dict[str, dict[str, Any]] = {
@@ -51,6 +52,7 @@ RUNGS: dict[str, dict[str, Any]] = {
     "start+anneal": START | {"anneal": Anneal()},
     "start+layerwise": START | {"layerwise": Layerwise()},
     "start+distill": START | {"distill": Distill()},
+    "start+reach+distill": START | {"reach": Reach(factor=8.0), "distill": Distill()},
     "start+layerwise+distill": START | {"layerwise": Layerwise(), "distill": Distill()},
 }
 """Sets of stages; `start` is everything that comes before training."""

@@ -26,8 +26,9 @@ The whole grid, with 0.5, 1 and 5 % and every set of stages for every target, co
 The original knows its training text by heart: it is 0.6 nats better there than on held-out text. **Seen text** is that
 text; all other runs are trained on Python that the original never saw, the sources of the packages that this one needs.
 `start` is what comes before training: the mean of the table absorbed and, for ALiBi (slopes trained), KERPLE, T5 and
-FIRE (a bias for every layer), the bias calibrated; for RoPE, its base chosen, and queries and keys fitted to the
-attention of the original on 64 rows. All rates and runs: [summary.json](summary.json).
+FIRE (a bias for every layer), the bias calibrated; for RoPE and `yarn` (RoPE with YaRN x 8), queries and keys fitted to
+the attention of the original on 64 rows. `reach` trains at positions up to 8 x 128. All rates and runs:
+[summary.json](summary.json).
 
 ![Recovery against tokens](recovery.png)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
     assert str(done).count("\n") == 5
 
 
-def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -> None:
+def test_below_adapters_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -> None:
     def sharp() -> GPT2LMHeadModel:
         """Return a model in which queries and keys matter."""
         model = gpt2()
@@ -121,7 +122,7 @@ def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -
         torch.nn.init.normal_(model.transformer.wte.weight)
         return model
 
-    rows, recipe = texts(), quick(tokens=0, distill=None, calibrate=Calibrate(rows=40))
+    rows, recipe = texts(), quick(tokens=0, distill=None, calibrate=Calibrate(rows=40), lora_rank=2)
     asked = posenc.RoPE(partial_rotary_factor=1.0)
     done = convert(sharp(), asked, rows, recipe, held_out=rows, output_dir=tmp_path / "run")
     losses = {}
@@ -134,6 +135,8 @@ def test_the_rotation_is_chosen_under_which_the_loss_is_lowest(tmp_path: Path) -
     assert done.record["stages"][-1]["after"] == pytest.approx(min(losses.values()), abs=1e-6)
     loaded = posenc.from_pretrained(tmp_path / "run")
     assert torch.equal(loaded(ids()).logits, done.model(ids()).logits)
+    fitted = convert(sharp(), asked, rows, dataclasses.replace(recipe, lora_rank=0))
+    assert fitted.record["encoding"]["theta"] == 10_000
     with pytest.raises(ConfigError, match="nothing that could be fitted"):
         convert(sharp(), posenc.NoPE(), rows, recipe)
 
