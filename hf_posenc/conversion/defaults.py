@@ -10,7 +10,8 @@ from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.absorption import can_absorb
 from hf_posenc.conversion.attention_fit import gains_rotation
 from hf_posenc.conversion.calibration import can_calibrate
-from hf_posenc.conversion.recipe import Absorb, Calibrate, Distill, Recipe
+from hf_posenc.conversion.recipe import Absorb, Calibrate, Distill, Reach, Recipe
+from hf_posenc.encodings.rope import RoPE
 from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
 
@@ -22,8 +23,9 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
     """Return the recipe that is recommended for converting a model to an encoding.
 
     The mean of a table that is added to the token embedding is absorbed; an encoding whose parameters make a bias that
-    looks at positions alone is calibrated; a rotation that is left open is chosen, and queries and keys fitted to one
-    that the model did not have; the original teaches all. What starts unfitted has further to go and learns faster.
+    looks at positions alone is calibrated; queries and keys are fitted to a rotation that the model lacked; one that is
+    scaled by a factor is trained at positions as far as that; the original teaches all. What starts unfitted has
+    further to go and learns faster.
 
     Args:
         model: not patched.
@@ -40,6 +42,8 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
         stages["absorb"] = Absorb()
     if calibrates(model, encoding, plan):
         stages |= {"calibrate": Calibrate(), "learning_rate": Recipe.learning_rate}
+    if isinstance(encoding, RoPE) and encoding.scaling is not None and "factor" in encoding.scaling:
+        stages["reach"] = Reach(factor=encoding.scaling["factor"])
     return Recipe.from_dict(stages | fields)
 
 

@@ -19,7 +19,7 @@ from hf_posenc.conversion.annealing import Fade, Rows, annealed
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
-from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Recipe
+from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
 from hf_posenc.conversion.rotation_choice import BASES
 from hf_posenc.conversion.training import original_of
 from hf_posenc.errors import ConfigError, DataError, TrainingError, UnsupportedFamilyError
@@ -151,6 +151,9 @@ def test_the_recommended_recipe_has_the_stages_that_have_something_to_do() -> No
     assert stages(gpt2(), posenc.NoPE()) == stages(gpt2(), posenc.Alibi()) == {"absorb", "distill"}
     assert stages(gpt2(), posenc.Learned()) == stages(llama, posenc.NoPE()) == {"distill"}
     assert stages(llama, posenc.RoPE(theta=500.0)) == {"distill"}
+    scaled = posenc.RoPE(scaling={"rope_type": "yarn", "factor": 2.0})
+    assert stages(gpt2(), scaled) == {"absorb", "calibrate", "reach", "distill"}
+    assert posenc.recipe_for(gpt2(), scaled).reach == Reach(factor=2.0)
     assert posenc.recipe_for(gpt2(), posenc.NoPE()).learning_rate > posenc.recipe_for(gpt2(), KERPLE).learning_rate
     assert posenc.recipe_for(gpt2(), KERPLE, distill=None, tokens=7) == Recipe(
         tokens=7, absorb=Absorb(), calibrate=Calibrate()
