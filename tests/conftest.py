@@ -11,8 +11,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Before torch is imported, so that the processes that tests start inherit it; tiny models gain nothing from more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
+
+# An example that took long on a busy machine is no fault.
+hypothesis.settings.register_profile("unhurried", hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def test_an_infinite_window_is_one_forward() -> None:
     assert curve.window[10**6] == 59  # what was really used is on record
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_a_uniform_model_scores_its_vocabulary(data: st.DataObject) -> None:
     model = gpt2()
