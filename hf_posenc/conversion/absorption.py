@@ -3,14 +3,13 @@
 A token embedding and a position were always added, so the mean of the positions is a constant that the rest of the
 model was trained with. Adding it to every row of the token embedding keeps it, and costs no weight and no code: it is
 saved, exported and published like any embedding. A head that is tied to the embedding then adds one number, the product
-of its input and the constant, to the logits of all words alike, which softmax does not see.
+of its input and the constant, to the logits of all words alike, the padding token too, which softmax does not see.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,12 +17,15 @@ from hf_posenc.family import find_family
 from hf_posenc.length import table_rows, table_start
 from hf_posenc.planning import PatchPlan
 
+_MIXER = "map_inputs_layer"
+"""Where RoCBert mixes shapes and sounds into its words, before it adds positions."""
+
 
 def position_rows(model: PreTrainedModel) -> Tensor | None:
     """Return a copy of the rows that an unpatched model adds at positions 0, 1, ..., (rows, width), or None.
 
-    None too where they are not added to the token embedding itself: a model that scales or projects its embedding
-    first, or one with several stacks.
+    None too where they are not added to the token embedding itself: a model that scales, projects or mixes its
+    embedding first, or one with several stacks.
     """
     family = find_family(model.config.model_type)
     if family.table is None or family.stacks:
@@ -32,7 +34,8 @@ def position_rows(model: PreTrainedModel) -> Tensor | None:
     rows = table_rows(body.get_submodule(family.table))[table_start(family, model.config) :]
     words: Any = model.get_input_embeddings()
     scaled = getattr(words, "embed_scale", None) not in (None, 1.0)
-    if scaled or rows.shape[1] != words.weight.shape[1]:
+    mixed = any(hasattr(module, _MIXER) for module in body.modules())
+    if scaled or mixed or rows.shape[1] != words.weight.shape[1]:
         return None
     return rows.detach().clone()
 
@@ -50,9 +53,6 @@ def absorb(model: PreTrainedModel, constant: Tensor) -> None:
     words: Any = model.get_input_embeddings()
     old: nn.Parameter = words.weight
     new = nn.Parameter((old.detach().double() + constant.double()).to(old), requires_grad=old.requires_grad)
-    if words.padding_idx is not None:
-        with torch.no_grad():
-            new[words.padding_idx] = old[words.padding_idx]
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is old:

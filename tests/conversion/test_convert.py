@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, LlamaConf
 
 import hf_posenc as posenc
 from hf_posenc.conversion import stages
-from hf_posenc.conversion.absorption import absorb, position_rows
+from hf_posenc.conversion.absorption import position_rows
 from hf_posenc.conversion.annealing import Fade, Rows, annealed
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
@@ -26,22 +26,6 @@ from hf_posenc.errors import ConfigError, DataError, TrainingError, UnsupportedF
 from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, WORDS, difference, gpt2, ids, quick, texts
 
 PATHS = ["transformer.h.0", "transformer.h.1"]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_absorbed_constant_is_a_table_of_equal_rows(tied: bool) -> None:
-    model = gpt2(tie_word_embeddings=tied)
-    constant = torch.randn(16)
-    with torch.no_grad():
-        model.transformer.wpe.weight.copy_(constant.expand(LENGTH, -1))
-        wanted = model(ids()).logits.log_softmax(-1)
-    original = original_of(model, shared=True)
-    posenc.patch(model, posenc.NoPE(), verify=False)
-    absorb(model, constant)
-    with torch.no_grad():
-        assert torch.allclose(model(ids()).logits.log_softmax(-1), wanted, atol=1e-5)
-        assert torch.equal(original(ids()).logits.log_softmax(-1), wanted)
-    assert (model.lm_head.weight is model.transformer.wte.weight) is tied
 
 
 def test_what_is_not_trained_is_shared() -> None:
