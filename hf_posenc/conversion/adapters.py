@@ -49,7 +49,7 @@ def add_lora(model: PreTrainedModel, *, rank: int) -> Any:
         exclude_modules=rf"(.*\.)?{ENCODING}(\..*)?" if encodings else None,
         modules_to_save=[ENCODING] if learned else None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores (in, out)
-        task_type=TaskType.CAUSAL_LM,
+        task_type=TaskType.CAUSAL_LM if model.can_generate() else None,  # peft has none for masked models
         posenc=record.plan.config.to_dict() if record is not None else None,
     )
     return get_peft_model(model, config)

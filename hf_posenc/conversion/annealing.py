@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_posenc.anatomy import by_layer_type, own_rope
 from hf_posenc.config import Encoding, Layers
-from hf_posenc.errors import UnsupportedEncodingError
+from hf_posenc.conversion.absorption import position_rows
+from hf_posenc.encodings.rope import RoPE
+from hf_posenc.errors import ConfigError, UnsupportedEncodingError
+from hf_posenc.planning import PatchPlan
 from hf_posenc.positions import Positions
 
 HOOKS = ("embed", "rotate", "bias")
@@ -105,3 +110,27 @@ class Rows(Encoding):
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return the rows of these positions, (b, n) -> (b, n, width)."""
         return self.rows.to(position_ids.device)[position_ids]
+
+
+def old_positions(model: PreTrainedModel, plan: PatchPlan) -> Encoding:
+    """Return what an unpatched model has, as an encoding that can fade while the planned one comes in.
+
+    Raises:
+        ConfigError: the model has nothing that can fade, or transformers itself computes what comes.
+        UnsupportedEncodingError: the planned encoding has no half.
+    """
+    name, rows = type(model).__name__, position_rows(model)
+    if plan.route == "native":
+        raise ConfigError(
+            f"transformers itself computes {plan.config.label} in {name}, where nothing can fade; leave anneal out."
+        )
+    rope = own_rope(model, plan.family, plan.geometry)
+    if rows is not None:
+        old: Encoding = Rows(rows)
+    elif rope is None or by_layer_type(rope):
+        raise ConfigError(f"{name} has no positions that can fade; leave anneal out.")
+    else:
+        pairing = "interleaved" if plan.family.interleaved else "half_split"
+        old = RoPE().for_model(plan.geometry, {**rope, "pairing": pairing}).build(plan.geometry)
+    annealed(old, plan.config.build_layers(plan.geometry, len(plan.attention)), Fade())
+    return old

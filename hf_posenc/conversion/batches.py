@@ -15,38 +15,39 @@ from torch import Tensor
 
 from hf_posenc.collators import PoSE
 from hf_posenc.conversion.training import IGNORED, causal_batch
-from hf_posenc.data import Document, PackedDataset, pack, tokenize
+from hf_posenc.data import PackedDataset, pack
 from hf_posenc.errors import ConfigError, DataError
+from hf_posenc.evaluation.documents import Documents, check_vocabulary, contents_of, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MASKED_SHARE = 0.15
-Texts = Sequence[str] | Sequence[Sequence[int]]
 
 
 def packed_rows(
-    texts: Texts, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, *, length: int, seed: int | None
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    *,
+    length: int,
+    seed: int | None,
 ) -> PackedDataset:
-    """Return rows of `length` tokens of texts, or of lists of token ids, in an order drawn by `seed`.
+    """Return rows of `length` tokens of documents, in an order drawn by `seed`.
 
     Raises:
-        DataError: no text, text without a tokenizer, tokens that the model does not know, or less than a row.
+        DataError: no documents, neither texts nor token ids, texts without a tokenizer, tokens that the model does not
+            know, or less than a row.
         ConfigError: nothing says which token stands between texts.
     """
-    if isinstance(texts, str) or not len(texts):
-        raise DataError("documents must be a list of texts or of token-id lists, with at least one in it.")
-    if isinstance(texts[0], str):
-        if tokenizer is None:
-            raise DataError("documents are texts; give the tokenizer of the model too.")
-        ids = tokenize([Document(str(number), str(text)) for number, text in enumerate(texts)], tokenizer)
-    else:
-        ids = [list(map(int, text)) for text in texts]
     embedding: Any = model.get_input_embeddings()
-    words = len(embedding.weight)
-    highest = max((max(text) for text in ids if text), default=0)
-    if highest >= words:
-        raise DataError(f"documents hold token {highest}, and the model knows {words}: is this another vocabulary?")
+    ids = []
+    for index, document in enumerate(contents_of(documents)):
+        row = token_ids(document, index, tokenizer)
+        check_vocabulary(row, index, len(embedding.weight))
+        ids.append(row.tolist())
+    if not ids:
+        raise DataError("there are no documents to make rows of; give at least one.")
     ends = [getattr(holder, name, None) for holder in (tokenizer, model.config) for name in _ENDS]
     end = next((token for token in ends if isinstance(token, int)), None)
     if end is None:

@@ -8,25 +8,28 @@ beside the text (`distillation`), as the recipe says.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import yaml
 from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
-from hf_posenc.conversion.absorption import can_absorb
-from hf_posenc.conversion.batches import Batches, Texts, packed_rows
-from hf_posenc.conversion.defaults import calibrates, recipe_for
-from hf_posenc.conversion.layerwise import layer_paths
+from hf_posenc.conversion.batches import Batches, packed_rows
+from hf_posenc.conversion.checks import check_seed, checked_length, checked_plan, reached
+from hf_posenc.conversion.defaults import recipe_for
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.conversion.rotation_choice import rotations
 from hf_posenc.data import PackedDataset
 from hf_posenc.errors import ConfigError, DataError
+from hf_posenc.evaluation.documents import Documents
 from hf_posenc.evaluation.sharing import launched
+from hf_posenc.evaluation.subject import model_hash
 from hf_posenc.length import set_model_max_length
-from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
 from hf_posenc.provenance import versions
 
@@ -62,11 +65,11 @@ class Conversion:
 def convert(
     model: PreTrainedModel,
     encoding: EncodingConfig,
-    documents: Texts,
+    documents: Documents,
     recipe: Recipe | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    held_out: Texts | None = None,
+    held_out: Documents | None = None,
     length: int | None = None,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -75,9 +78,9 @@ def convert(
     """Replace the position encoding of a model, in place, and train it until the budget of the recipe is spent.
 
     Args:
-        model: a causal or masked language model of one stack, not patched.
+        model: a causal or masked language model of one stack, not patched. It moves to the device of the process.
         encoding: the encoding to put in.
-        documents: training texts, or lists of token ids.
+        documents: training texts, lists of token ids, or rows with a column `text` or `input_ids`.
         recipe: the stages; None takes `recipe_for(model, encoding)`.
         tokenizer: of the model; needed for texts, and for the mask token of a masked model.
         held_out: texts of the same kind on which stages are measured; None takes the last rows of `documents`, which
@@ -88,36 +91,47 @@ def convert(
         seed: of the order of rows and of all that is drawn.
 
     Raises:
-        ConfigError: the recipe does not fit the model or the encoding, or is not that of the run to resume.
+        ConfigError: the recipe does not fit what it is for, or the run to resume had another one, or other text.
         DataError: documents that cannot be used.
-        OutputExistsError: `output_dir` holds something else.
-        TrainingError: the loss is no number any more.
+        OutputExistsError, OutputError: `output_dir` holds a run or a model, or cannot be written to.
+        TrainingError: the loss is no number any more; by then the model is patched.
         PosencError: what `plan` raises.
     """
-    # these here, since with the Trainer and peft they take seconds to import
-    from hf_posenc.conversion.run_folder import require_free
+    # here, since with the Trainer and peft it takes seconds to import
     from hf_posenc.conversion.stages import Stages
 
+    check_seed(seed)
     recipe = recipe_for(model, encoding) if recipe is None else recipe
-    plan = _checked_plan(model, encoding, recipe)
-    length = length or plan.geometry.max_position_embeddings
+    plan = checked_plan(model, encoding, recipe)
+    length = checked_length(model, plan, recipe, length)
     rows = packed_rows(documents, tokenizer, model, length=length, seed=seed)
     apart = None if held_out is None else packed_rows(held_out, tokenizer, model, length=length, seed=None)
     train, held = _split(rows, apart)
     told = {"encoding": plan.config.to_dict(), "recipe": recipe.to_dict(), "length": length, "seed": seed}
-    folder = None if output_dir is None else Path(output_dir)
-    if folder is not None:
-        require_free(folder, told, resume=resume)
+    told |= _identity(model, train, held)
     batches, choice = _batches(plan, tokenizer, recipe, length, seed), rotations(model, encoding, plan)
     stages = Stages(
         model=model, plan=plan, recipe=recipe, batches=batches, rotations=choice, train=train, held_out=held
     )
-    stages.run(folder, told, resume=resume, seed=seed)
+    folder = None if output_dir is None else Path(output_dir)
+    if folder is not None:
+        _begin(folder, told, resume=resume)
+    stages.run(folder, resume=resume, seed=seed)
     told["encoding"] = stages.plan.config.to_dict()  # calibration may have chosen some of it
-    found = {"stages": stages.record, "calibration": stages.calibration, **stages.training}
-    record = {**told, **found, "packing": rows.report.as_dict(), "versions": versions()}
+    told |= {"stages": stages.record, "calibration": stages.calibration, **stages.training}
+    record = {**told, "packing": rows.report.as_dict(), "versions": versions()}
     _save(model, tokenizer, record, folder)
     return Conversion(model=model, record=record)
+
+
+def _begin(folder: Path, told: dict[str, Any], *, resume: bool) -> None:
+    """Check that the folder is free, or holds the run to resume, and write what the run is told."""
+    from hf_posenc.conversion.run_folder import require_free, write_config
+
+    require_free(folder, told, resume=resume)
+    launched().wait_for_everyone()  # all have looked before one writes
+    if launched().is_main_process:
+        write_config(folder, yaml.safe_dump(told, sort_keys=False))
 
 
 def _save(
@@ -137,26 +151,6 @@ def _save(
     launched().wait_for_everyone()
 
 
-def _checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Recipe) -> PatchPlan:
-    """Return the plan of the patch, or raise where the recipe does not fit it."""
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"expected a Recipe such as posenc.Recipe(tokens=250_000), got: {recipe!r}")
-    plan = make_plan(model, encoding)
-    if plan.stacks or plan.family.stacks:
-        raise ConfigError(f"{type(model).__name__} has several stacks; convert takes models of one. Use patch.")
-    if model.get_output_embeddings() is None:
-        raise ConfigError(f"{type(model).__name__} has no language-modelling head, and so no loss to bring back.")
-    if recipe.layerwise is not None:
-        layer_paths(plan.attention)
-    if recipe.absorb is not None and not can_absorb(model, plan):
-        raise ConfigError(f"{type(model).__name__} loses no table of positions with a mean to keep; leave absorb out.")
-    if recipe.calibrate is not None and not calibrates(model, encoding, plan):
-        raise ConfigError(
-            f"{type(plan.config).__name__} has nothing that could be fitted to scores; leave calibrate out."
-        )
-    return plan
-
-
 def _split(rows: PackedDataset, held: PackedDataset | None) -> tuple[Any, Any]:
     """Return the datasets to train on and to measure on."""
     if held is not None:
@@ -173,5 +167,16 @@ def _batches(plan: PatchPlan, tokenizer: Any, recipe: Recipe, length: int, seed:
     mask = getattr(tokenizer, "mask_token_id", None)
     if not plan.geometry.causal and mask is None:
         raise ConfigError("the model is bidirectional, and no tokenizer with a mask token was given to train it with.")
-    reach = None if recipe.reach is None else max(length, int(recipe.reach.factor * length))
-    return Batches(causal=plan.geometry.causal, mask_token_id=mask, reach=reach, seed=seed)
+    return Batches(causal=plan.geometry.causal, mask_token_id=mask, reach=reached(recipe, length), seed=seed)
+
+
+def _identity(model: PreTrainedModel, train: Any, held: Any) -> dict[str, Any]:
+    """Return what a run that is resumed must have in common with the one that was stopped, beside what it is told."""
+    digest = hashlib.sha256()
+    for rows in (train, held):
+        digest.update(np.asarray(rows["input_ids"], dtype=np.int64).tobytes())
+    return {
+        "model_hash": model_hash(model),
+        "text_hash": digest.hexdigest(),
+        "processes": launched().num_processes,
+    }

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from hf_posenc.config import encoding
@@ -50,11 +51,11 @@ def run(options: argparse.Namespace) -> Conversion:
     apart = load_documents(EMBEDDED, split=HELD_OUT) if options.documents == EMBEDDED else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model = from_pretrained(options.model)
+        model = from_pretrained(options.model, dtype=torch.float32)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{options.model!r} does not load: {error}") from error
     return convert(
-        model.to(launched().device),
+        model,
         config,
         texts,
         recipe_for(model, config, **fields),

@@ -21,7 +21,14 @@ from transformers import (
 
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
 from hf_posenc.conversion.finetune_config import FinetuneConfig
-from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint, require_free, write_result
+from hf_posenc.conversion.run_folder import (
+    ADAPTER,
+    CHECKPOINTS,
+    last_checkpoint,
+    require_free,
+    write_config,
+    write_result,
+)
 from hf_posenc.conversion.training import causal_batch
 from hf_posenc.data import PackedDataset, PackingReport, describe, load_documents, pack, tokenize
 from hf_posenc.errors import CheckpointError, ConfigError, DataError, LengthError
@@ -64,6 +71,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
 
     Raises:
         OutputExistsError: the folder holds a result, a model, or an unfinished run without `resume`.
+        OutputError: the folder cannot be written to.
         ConfigError: the config does not fit the model, or differs from the one of the run to resume.
         LengthError: rows longer than the model has positions for.
         DataError: documents that cannot be used.
@@ -82,8 +90,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False) -> RunResult:
         data_collator=causal_batch,
     )
     if trainer.is_world_process_zero():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+        write_config(folder, config.to_yaml())
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     seconds = time.perf_counter() - start

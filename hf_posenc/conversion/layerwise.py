@@ -17,11 +17,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.anatomy import attention_modules
 from hf_posenc.errors import UnsupportedFamilyError
 from hf_posenc.evaluation.scoring import evaluation_mode
+from hf_posenc.planning import PatchPlan
 
 _TOLERANCE = 1e-4
 States = list[tuple[Tensor, Tensor]]
+
+
+def attention_paths(model: PreTrainedModel, plan: PatchPlan) -> list[str]:
+    """Return the paths of the attention modules of a model, those too that its patch leaves as they are."""
+    body = plan.body_of(model)
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [paths[id(module)] for module in attention_modules(body, plan.family).values()]
 
 
 def layer_paths(attention: Sequence[str]) -> list[str]:

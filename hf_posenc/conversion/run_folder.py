@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from hf_posenc.errors import ConfigError, OutputExistsError
+from hf_posenc.errors import ConfigError, OutputError, OutputExistsError
 
 CONFIG, RESULT, PLOT, CHECKPOINTS, ADAPTER = "config.yaml", "result.json", "loss.png", "checkpoints", "adapter"
 
@@ -39,6 +39,19 @@ def require_free(output_dir: str | Path, told: Mapping[str, Any], *, resume: boo
         raise OutputExistsError(f"{folder} holds a model, and a run would overwrite it. Name another folder.")
     if resume and (folder / CONFIG).exists():
         _require_same(told, yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")))
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Make the folder of a run, and write what the run is told into it.
+
+    Raises:
+        OutputError: that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written to: {error}. Name another folder.") from error
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -12,23 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from hf_posenc.anatomy import by_layer_type, own_rope
 from hf_posenc.config import Encoding
 from hf_posenc.conversion.absorption import absorb, position_rows
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
-from hf_posenc.conversion.annealing import Fade, Rows, annealed
+from hf_posenc.conversion.annealing import Fade, Rows, annealed, old_positions
 from hf_posenc.conversion.attention_fit import fit_attention, gains_rotation
 from hf_posenc.conversion.batches import Batches
 from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, calibrate, can_calibrate
 from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
-from hf_posenc.conversion.layerwise import layer_paths, stream_positions
+from hf_posenc.conversion.layerwise import attention_paths, layer_paths, stream_positions
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.conversion.rotation_choice import best_rotation
-from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, CONFIG, last_checkpoint
+from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, last_checkpoint
 from hf_posenc.conversion.training import asked, original_of
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.errors import ConfigError
@@ -74,10 +72,9 @@ class Stages:
     old: Encoding | None = field(default=None, init=False)
 
     @property
-    def encoding(self) -> Encoding:
-        """The encoding of the patched model."""
-        found: Encoding = self.plan.body_of(self.model).posenc
-        return found
+    def encoding(self) -> Encoding | None:
+        """The encoding of the patched model, None where transformers itself computes it."""
+        return getattr(self.plan.body_of(self.model), "posenc", None)
 
     @property
     def tokens_a_step(self) -> int:
@@ -90,21 +87,27 @@ class Stages:
         """Optimizer steps that the budget pays for."""
         return self.recipe.tokens // self.tokens_a_step
 
-    def start(self) -> None:
-        """Patch, absorb and calibrate: everything that is not training.
+    def __post_init__(self) -> None:
+        """Check that the budget and the text make steps.
 
         Raises:
-            ConfigError: the budget does not pay for a step, a step takes more rows than there are, or nothing of the
-                old positions can fade.
-            PosencError: what `patch` raises.
+            ConfigError: the budget does not pay for a step, or a step takes more rows than there are.
         """
-        recipe, model = self.recipe, self.model
+        recipe = self.recipe
         if recipe.tokens and not self.steps:
             raise ConfigError(f"tokens={recipe.tokens} is less than one step, {self.tokens_a_step}; give more tokens.")
         if self.steps and len(self.train) < self.tokens_a_step // len(self.train[0]["input_ids"]):
             raise ConfigError(f"the text fills {len(self.train)} rows, fewer than a step takes; give more text.")
+
+    def start(self) -> None:
+        """Patch, absorb and calibrate: everything that is not training.
+
+        Raises:
+            PosencError: what `patch` raises.
+        """
+        recipe, model = self.recipe, self.model
         self.rows = rows = position_rows(model)
-        self.old = self._old_positions(rows) if recipe.anneal is not None else None
+        self.old = old_positions(model, self.plan) if recipe.anneal is not None else None
         fits = recipe.calibrate is not None and not recipe.lora_rank and gains_rotation(model, self.plan)
         before = self.loss()
         self.original = original = original_of(model, shared=not (self.steps or fits) or recipe.lora_rank > 0)
@@ -124,18 +127,18 @@ class Stages:
                 self._fit_attention(original, some)
             elif self.rotations:
                 self._choose_rotation(some)
-            elif can_calibrate(self.encoding):
-                self._calibrate(original, some)
+            elif self.encoding is not None and can_calibrate(self.encoding):
+                self._calibrate(self.encoding, original, some)
             self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))
 
-    def _calibrate(self, original: PreTrainedModel, rows: Any) -> None:
+    def _calibrate(self, encoding: Encoding, original: PreTrainedModel, rows: Any) -> None:
         """Fit the encoding to the scores that these rows lost; keep the fit where the loss on them is lower for it."""
-        own, before = copy.deepcopy(self.encoding.state_dict()), self.loss(rows)
+        own, before = copy.deepcopy(encoding.state_dict()), self.loss(rows)
         self.fitted_on = torch.tensor(rows["input_ids"])
         found = asdict(calibrate(self.model, original, self.fitted_on, self.plan.geometry))
         kept = self.loss(rows) < before
         if not kept:
-            self.encoding.load_state_dict(own)
+            encoding.load_state_dict(own)
         self.calibration = found | {"kept": kept}
 
     def _fit_attention(self, original: PreTrainedModel, rows: Any) -> None:
@@ -155,30 +158,21 @@ class Stages:
         self.plan = make_plan(self.model, chosen)
         patch(self.model, chosen)
 
-    def _old_positions(self, rows: Tensor | None) -> Encoding:
-        """Return what the unpatched model has, as an encoding that can fade."""
-        if rows is not None:
-            return Rows(rows)
-        family, geometry = self.plan.family, self.plan.geometry
-        rope = own_rope(self.model, family, geometry)
-        if rope is None or by_layer_type(rope):
-            raise ConfigError(f"{type(self.model).__name__} has no positions that can fade; leave anneal out.")
-        pairing = "interleaved" if family.interleaved else "half_split"
-        return RoPE().for_model(geometry, {**rope, "pairing": pairing}).build(geometry)
-
-    def run(self, folder: Path | None, told: dict[str, Any], *, resume: bool, seed: int) -> None:
+    def run(self, folder: Path | None, *, resume: bool, seed: int) -> None:
         """Take all stages, and leave the model in eval mode; arguments as in `finish`."""
+        if not hasattr(self.model, "hf_device_map"):  # one that is spread over devices stays where it is
+            self.model.to(launched().device)
         set_seed(seed)
         self.start()
         if self.steps:
-            self.finish(folder, told, resume=resume, seed=seed)
+            self.finish(folder, resume=resume, seed=seed)
         self.model.train(False)
 
-    def finish(self, folder: Path | None, told: dict[str, Any], *, resume: bool, seed: int) -> None:
-        """Train until the budget is spent; checkpoints and the config lie in `folder`, where there is one."""
+    def finish(self, folder: Path | None, *, resume: bool, seed: int) -> None:
+        """Train until the budget is spent; checkpoints lie in `folder`, where there is one."""
         lesson, new = self._lesson(), self.encoding
         body = self.plan.body_of(self.model)
-        if self.old is not None:
+        if self.old is not None and new is not None:
             lesson.fade = Fade()
             body.posenc = annealed(self.old, new, lesson.fade)
         trained: Any = add_lora(self.model, rank=self.recipe.lora_rank) if self.recipe.lora_rank else self.model
@@ -192,21 +186,19 @@ class Stages:
                 args=self._arguments(checkpoints, saves=folder is not None, seed=seed),
                 train_dataset=self.train,
                 data_collator=self.batches,
-                optimizers=optimizer_of(trained, lesson, self.plan.attention),
+                optimizers=optimizer_of(trained, lesson, attention_paths(self.model, self.plan)),
                 callbacks=[_Watch(self, lesson)],
             )
             first = trainer.is_world_process_zero()
-            if folder is not None and first:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / CONFIG).write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
             uses_cache, start = self.model.config.use_cache, time.perf_counter()
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.model.config.use_cache = uses_cache
-        body.posenc = new if self.old is not None else body.posenc
+        if lesson.fade is not None:
+            body.posenc = new
+        self._note_training(trainer.state.log_history, before)
+        self._note_heads()  # before adapters are merged into weights that the original shares
         if self.recipe.lora_rank:
             self.model = save_and_merge(trained, folder / ADAPTER if folder and first else None)
-        self._note_training(trainer.state.log_history, before)
-        self._note_heads()
         self.training |= {
             "device": str(trainer.args.device),
             "processes": trainer.args.world_size,
@@ -223,7 +215,7 @@ class Stages:
         if recipe.distill is not None or recipe.layerwise is not None:
             lesson.original = self.original
         if recipe.layerwise is not None and self.original is not None:
-            lesson.layers = layer_paths(self.plan.attention)
+            lesson.layers = layer_paths(attention_paths(self.model, self.plan))
             lesson.positions = stream_positions(self.original, lesson.layers[0], self.rows, first)
         return lesson
 

@@ -117,9 +117,7 @@ def prepare(
         UnknownNameError: no such `bos_policy`.
     """
     prefix = _bos_prefix(bos_policy, tokenizer, bos_token_id)
-    if isinstance(documents, (str, torch.Tensor, Mapping)):
-        raise DataError(_SINGLE)
-    contents: list[Any] | Iterator[Any] = map(_content, documents)
+    contents: list[Any] | Iterator[Any] = contents_of(documents)
     n_sources = 1
     if joined:
         contents, n_sources = _joined(list(contents))
@@ -133,7 +131,7 @@ def prepare(
             ids = torch.cat([torch.tensor([prefix]), ids])
         if len(ids) < 2:
             continue
-        _check_vocabulary(ids, index - 1, vocab_size)
+        check_vocabulary(ids, index - 1, vocab_size)
         raw = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else ids.numpy().tobytes()
         texts = texts and isinstance(document, str)
         n_bytes += len(raw)
@@ -155,6 +153,19 @@ def prepare(
         bos_policy=bos_policy,
         bos=prefix,
     )
+
+
+def contents_of(documents: Documents) -> Iterator[Any]:
+    """Return the text or the token ids of every document.
+
+    Raises:
+        DataError: a single document, or a row that holds neither, when its turn comes.
+    """
+    if isinstance(documents, (str, torch.Tensor, Mapping)):
+        raise DataError(_SINGLE)
+    if not isinstance(documents, Iterable):
+        raise DataError(f"documents must be a list of documents, and this is a {type(documents).__name__}.")
+    return map(_content, documents)
 
 
 def _content(document: Any) -> Any:
@@ -234,7 +245,10 @@ def token_ids(
     return ids.to(torch.int64)
 
 
-def _check_vocabulary(ids: torch.Tensor, index: int, vocab_size: int | None) -> None:
+def check_vocabulary(ids: torch.Tensor, index: int, vocab_size: int | None) -> None:
+    """Raise DataError where a document, (n,), holds ids that the model does not know; `index` is its number."""
+    if not len(ids):
+        return
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
         raise DataError(f"Document {index} holds the token id {low}, and ids begin at 0.")

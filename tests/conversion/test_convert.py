@@ -22,8 +22,8 @@ from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_p
 from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Distill, Layerwise, Reach, Recipe
 from hf_posenc.conversion.rotation_choice import BASES
 from hf_posenc.conversion.training import original_of
-from hf_posenc.errors import ConfigError, DataError, TrainingError, UnsupportedFamilyError
-from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, WORDS, difference, gpt2, ids, quick, texts
+from hf_posenc.errors import ConfigError, TrainingError, UnsupportedFamilyError
+from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, difference, gpt2, ids, quick, texts
 
 PATHS = ["transformer.h.0", "transformer.h.1"]
 
@@ -163,26 +163,6 @@ def test_rotary_sources_and_encoders_take_the_same_road() -> None:
 
 class _Masks:
     mask_token_id, eos_token_id = 5, 0
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"documents": []}, DataError, "at least one"),
-        ({"documents": ["text"]}, DataError, "give the tokenizer"),
-        ({"documents": [[WORDS + 1] * 40]}, DataError, "another vocabulary"),
-        ({"documents": texts(2)}, DataError, "too few"),
-        ({"recipe": quick(**CALIBRATED)}, ConfigError, "nothing that could be fitted"),
-        ({"recipe": quick(tokens=10)}, ConfigError, "less than one step"),
-        ({"recipe": quick(batch_size=64, tokens=10**6)}, ConfigError, "fewer than a step takes"),
-        ({"recipe": {"tokens": 1}}, ConfigError, "expected a Recipe"),
-    ],
-)
-def test_bad_input_gets_one_clear_line(given: dict[str, Any], error: type[Exception], said: str) -> None:
-    asked: dict[str, Any] = {"documents": texts(), "recipe": quick()} | given
-    with pytest.raises(error, match=said) as caught:
-        convert(gpt2(), posenc.NoPE(), asked["documents"], asked["recipe"])
-    assert "\n" not in str(caught.value)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
