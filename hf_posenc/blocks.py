@@ -72,16 +72,18 @@ class Blocks:
 
     def split(self, each: int) -> Iterator[Block]:
         """Yield the blocks of a call with that many rows times heads."""
-        near = self.settled if self.causal else None
+        # of near keys no query is without any, since the kernel cannot tell how little no keys count
+        near = max(1, self.settled) if self.causal and self.settled is not None else None
         wide = self.keys if near is None else min(self.keys, near + CHUNK)
         size = min(CHUNK, max(FEWEST, AT_ONCE // (each * wide)))
         for begin in range(0, self.queries, size):
             end = min(begin + size, self.queries)
             own = self.first + begin
+            seen = min(self.keys, self.first + end) if self.causal else self.keys
             yield Block(
                 part=slice(begin, end),
-                far=0 if near is None else max(0, own - near + 1),
-                seen=min(self.keys, self.first + end) if self.causal else self.keys,
+                far=0 if near is None else max(0, min(own - near + 1, seen - 1)),
+                seen=seen,
                 ahead=own + 1 if self.causal else self.keys,
             )
 

@@ -222,13 +222,28 @@ def _attend_stretch(scores: Scores, states: tuple[Tensor, ...], seen: Seen, stre
     return nn.functional.pad(output.transpose(1, 2), (0, 0, 0, 0, blind, 0)) if blind else output.transpose(1, 2)
 
 
+class _Bias(nn.Module):
+    """The bias of an encoding as what a module does, so that it can be asked with other weights."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__()
+        self.encoding = encoding
+
+    def forward(self, query: Tensor, key: Tensor, positions: Positions) -> Tensor | None:
+        """Return what the encoding gives, (1|b, 1|h, q, k), or None."""
+        return self.encoding.bias(query, key, positions)
+
+
 def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, band: Band) -> Tensor:
     """Attend with a bias that is written out for a block of queries at a time; (b, h, q, d)."""
     encoding = scores.encoding
+    # for gradients it is asked again, when `functional_call` may have put other weights back into its place
+    weights = {f"encoding.{name}": weight for name, weight in encoding.named_parameters()}
 
     def bias(query: Tensor, key: Tensor, gates: Tensor | None, rows: slice, keys: slice) -> Tensor:
+        asked = query * scores.scaling, key, dataclasses.replace(at.part(rows, keys), gates=gates)
         with exactly(query.device):
-            found = encoding.bias(query * scores.scaling, key, dataclasses.replace(at.part(rows, keys), gates=gates))
+            found: Tensor | None = torch.func.functional_call(_Bias(encoding), weights, asked)
         if found is None:
             raise UnsupportedEncodingError(f"{type(encoding).__name__} was to give a bias, not None.")
         return found.to(scores.dtype)
@@ -237,7 +252,7 @@ def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, band: 
         *states,
         gates=at.gates,
         bias=bias,
-        parameters=[parameter for parameter in encoding.parameters() if parameter.requires_grad],
+        parameters=[weight for weight in weights.values() if weight.requires_grad],
         blocks=Blocks(
             queries=band.queries,
             keys=band.keys,

@@ -34,9 +34,9 @@ def attend_compiled(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -
 
     Biases of more than the distance, or of positions that somebody handed over, so that distances may be larger than
     there are keys, and packed texts are written out for some queries at a time. None for single queries, whose bias is
-    a row anyway, and for who exports a model otherwise than by torch's compiler: that is for torch's own operators.
+    a row anyway, and for who exports a model: that is for torch's own operators, which there are where it is loaded.
     """
-    if query.shape[2] == 1 or not torch.compiler.is_dynamo_compiling():
+    if query.shape[2] == 1 or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return None
     counted = scores.positions.counted and scores.positions.documents is None
     if counted and scores.encoding.overrides("distance_bias") and _trusted(query.dtype):

@@ -9,7 +9,7 @@ is not compiled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -72,7 +72,7 @@ def blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 
 class Written(nn.Module):
-    """Attention of a block of queries, a module so that gradients of the parameters can be asked for.
+    """Attention of a block of queries, a module so that it can be asked with the weights that a graph was given.
 
     Args:
         encoding: overrides `bias`.
@@ -98,6 +98,12 @@ class Written(nn.Module):
         key, value = (x[:, :, : scores.keys_seen(rows)] for x in (key, value))
         added = scores.added(query, key, rows)
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=self.scale)
+
+    def with_weights(self, weights: Sequence[Tensor], *inputs: Any) -> Tensor:
+        """Return what `forward` does of the inputs, with these in place of all parameters of the encoding."""
+        names = [f"encoding.{name}" for name, _ in self.encoding.named_parameters()]
+        found: Tensor = torch.func.functional_call(self, dict(zip(names, weights, strict=True)), inputs)
+        return found
 
 
 @library.custom_op(
@@ -131,7 +137,9 @@ def _attend(
         scale: as `Written` takes it.
     """
     written = Written(_ENCODINGS[encoding], told, causal=causal, scale=scale)
-    found = [written(block, query[:, :, block], key, value, gates) for block in blocks(query, key)]
+    found = [
+        written.with_weights(parameters, block, query[:, :, block], key, value, gates) for block in blocks(query, key)
+    ]
     return torch.cat(found, dim=2).transpose(1, 2).contiguous()
 
 
@@ -161,17 +169,14 @@ def _gradients(
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, gates if there are any, and parameters, for that of the output."""
     written = Written(_ENCODINGS[encoding], told, causal=causal, scale=scale)
-    names = [f"encoding.{name}" for name, _ in written.encoding.named_parameters()]
     shared = [key, value, *([] if gates is None else [gates]), *parameters]
     wide = [torch.zeros_like(x, dtype=working_dtype(x)) for x in shared]  # sums do not suffer from half precision
     d_query = torch.zeros_like(query)
     for block in blocks(query, key):
 
         def attended(query: Tensor, key: Tensor, value: Tensor, *others: Tensor, block: slice = block) -> Tensor:
-            own = others[0] if gates is not None else None
-            weights = dict(zip(names, others[len(others) - len(names) :], strict=True))
-            found: Tensor = torch.func.functional_call(written, weights, (block, query, key, value, own))
-            return found
+            own, weights = (None, others) if gates is None else (others[0], others[1:])
+            return written.with_weights(weights, block, query, key, value, own)
 
         pull = torch.func.vjp(attended, query[:, :, block], *shared)[1]
         d_query[:, :, block], *found = pull(gradient.transpose(1, 2)[:, :, block])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,20 @@ def test_output_and_gradients_are_those_of_the_dense_bias(
             assert_same(one.double(), other.double(), 10 * ACCURACY[dtype])
 
 
+def test_a_graph_attends_with_the_weights_that_it_was_given() -> None:
+    """They need not be those that the encoding has when the graph runs: `functional_call` puts others in its place."""
+    scores, query, key, value = call("shaw", 9, 12, causal=True)
+    other = copy.deepcopy(scores.encoding)
+    weights = [torch.randn_like(weight) for weight in scores.encoding.parameters()]
+    states = query, *(x.repeat_interleave(2, dim=1) for x in (key, value)), None
+    written._note(scores.encoding)
+    found = written._attend(*states, weights, written.given(scores), id(scores.encoding), True, 0.7)
+    for weight, given in zip(other.parameters(), weights, strict=True):
+        weight.data.copy_(given)
+    scores.encoding = other
+    assert_same(found.double(), dense(scores, query, key, value)[0], ACCURACY[torch.float32])
+
+
 def prepared(name: str, seed: int = 0) -> PreTrainedModel:
     """A patched model whose bias says something."""
     model = posenc.patch(SUBJECTS["llama"].fresh(), posenc.encoding(name), verify=False).train()
@@ -86,3 +101,17 @@ def test_a_graph_serves_the_encoding_that_it_was_made_for() -> None:
     with torch.no_grad():
         for model in (*models, *models):
             assert_same(compiled(model, tokens(2, 40)), model(tokens(2, 40)).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["alibi", "fire"])
+def test_an_exported_model_is_made_of_torchs_own_operators(name: str, strict: bool) -> None:
+    """It runs where nobody knows of this package, and for other batches and lengths."""
+    model, inputs = prepared(name).eval(), {"input_ids": tokens(2, 24), "use_cache": False}
+    sizes = {"input_ids": {0: torch.export.Dim("rows", max=64), 1: torch.export.Dim("tokens", max=512)}}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes={**sizes, "use_cache": None}, strict=strict)
+    operators = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert not any("posenc" in name for name in operators)
+    said = exported.module()(input_ids=tokens(3, 50), use_cache=False).logits
+    assert_same(said, model(tokens(3, 50)).logits)

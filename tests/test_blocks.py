@@ -1,0 +1,59 @@
+"""Attention in blocks of queries where blocks meet odd ends, and gradients of weights that were put in for one call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import hf_posenc as posenc
+from hf_posenc import blocks, forms
+from tests.models import SUBJECTS, assert_same, largest, logits, tokens
+from tests.test_forms import ACCURACY, CONFIGS, call, dense
+from tests.test_operators import seen
+
+
+@pytest.mark.parametrize("left", [0, 5])
+@pytest.mark.parametrize(("queries", "keys", "padded"), [(17, 17, None), (16, 16, None), (9, 30, None), (30, 36, 7)])
+def test_blocks_of_one_query_and_blocks_behind_the_text(
+    left: int, queries: int, keys: int, padded: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every key is far for the first query of a block, or for all of them, as behind the end of a short row."""
+    monkeypatch.setattr(blocks, "CHUNK", 8)
+    monkeypatch.setitem(CONFIGS, "shaw", posenc.encoding("shaw", left=left, right=2))
+    scores, *states = call("shaw", queries, keys, causal=True)
+    told = torch.ones(2, queries, 1, 1)
+    if padded is not None:
+        scores.mask, scores.triangle = seen("all", queries, keys).expand(2, -1, -1, -1).clone(), False
+        scores.mask[1, ..., padded:] = False
+        told[1, max(0, padded - (keys - queries)) :] = 0
+    found = forms.attend_along(scores, *states)
+    assert found is not None
+    expected, encoding = dense(scores, *states)
+    assert_same((found * told).double(), expected * told, ACCURACY[torch.float32])
+    draw = told * torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ours = torch.autograd.grad((found * draw.float()).sum(), [*states, *scores.encoding.parameters()])
+    truth = torch.autograd.grad((expected * draw).sum(), [*states, *encoding.parameters()])
+    for one, other in zip(ours, truth, strict=True):
+        assert_same(one.double(), other.double(), 10 * ACCURACY[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["fire", "shaw", "t5"])
+def test_weights_that_stand_in_for_one_call_get_their_gradients(name: str) -> None:
+    """`functional_call` takes them out again before anybody asks for gradients."""
+    model = posenc.patch(SUBJECTS["gpt2"].fresh(n_layer=1), posenc.encoding(name), verify=False)
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(5)
+    for weight in other.base_model.posenc.parameters():
+        weight.data.add_(torch.randn(weight.shape, generator=generator))
+    assert largest(logits(model, tokens(2, 20)) - logits(other, tokens(2, 20))) > 0.1
+    weights = {name: weight.detach().requires_grad_() for name, weight in other.named_parameters()}
+
+    def pulled(said: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(said.square().mean(), inputs))
+
+    ours = pulled(functional_call(model, weights, tokens(2, 20)).logits, list(weights.values()))
+    for one, wanted in zip(ours, pulled(other(tokens(2, 20)).logits, list(other.parameters())), strict=True):
+        assert_same(one, wanted, 1e-6)
