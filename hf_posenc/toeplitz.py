@@ -206,8 +206,9 @@ def _side_by_side(states: Tensor) -> Tensor:
 
 
 def _turned(states: Tensor, some: slice, part: slice) -> Tensor:
-    """Return a chunk of some heads of (b, h, q, ...), its queries reversed."""
-    return states[:, some, part].flip(2)
+    """Return a chunk of some heads of (b, h, q, ...), its queries reversed; the kernel reads numbers side by side."""
+    turned = states[:, some, part].flip(2)
+    return turned if turned.stride(-1) == 1 else turned.contiguous()
 
 
 def _add_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -252,11 +253,16 @@ def _add_all_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
     return d_query.mul_(scale)
 
 
-@functools.cache
 def trusted(dtype: torch.dtype) -> bool:
-    """Tell whether the kernel gives the right output and gradients for queries of a dtype, by trying it."""
-    if dtype not in TOLERANCE:
-        return False
+    """Tell whether the kernel gives the right output and gradients for queries of a dtype, by trying it once.
+
+    It does not within the transforms of `torch.func`, which see through torch's own operators only.
+    """
+    return dtype in TOLERANCE and not torch._C._are_functorch_transforms_active() and _tried(dtype)
+
+
+@functools.cache
+def _tried(dtype: torch.dtype) -> bool:
     with torch.inference_mode(False), torch.enable_grad(), exactly(torch.device("cpu")):
         try:
             return _largest_deviation(dtype) <= TOLERANCE[dtype]

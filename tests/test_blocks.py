@@ -1,4 +1,4 @@
-"""Attention in blocks of queries where blocks meet odd ends, and gradients of weights that were put in for one call."""
+"""The fast forms at odd ends: lone and blind queries, strides, and weights that are there for one call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 
 import hf_posenc as posenc
-from hf_posenc import blocks, forms
+from hf_posenc import blocks, forms, toeplitz
 from tests.models import SUBJECTS, assert_same, largest, logits, tokens
 from tests.test_forms import ACCURACY, CONFIGS, call, dense
 from tests.test_operators import seen
@@ -39,6 +39,40 @@ def test_blocks_of_one_query_and_blocks_behind_the_text(
     truth = torch.autograd.grad((expected * draw).sum(), [*states, *encoding.parameters()])
     for one, other in zip(ours, truth, strict=True):
         assert_same(one.double(), other.double(), 10 * ACCURACY[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["kerple", "shaw"])
+def test_numbers_of_a_query_need_not_lie_side_by_side(name: str) -> None:
+    """The kernel takes it that they do, and reads whatever lies there."""
+    scores, *states = call(name, 40, 40, causal=True)
+    turned = [x.detach().mT.contiguous().mT.requires_grad_() for x in states]
+    found, expected = forms.attend_along(scores, *turned), forms.attend_along(scores, *states)
+    assert found is not None
+    assert expected is not None
+    assert_same(found, expected, 1e-6)
+    draw = torch.randn(found.mT.shape, generator=torch.Generator().manual_seed(2)).mT  # strides as of the states
+    ours = torch.autograd.grad(found, turned, draw)
+    for one, other in zip(ours, torch.autograd.grad(expected, states, draw.contiguous()), strict=True):
+        assert_same(one, other, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["kerple", "fire"])
+def test_gradients_row_by_row(name: str) -> None:
+    """The transforms of `torch.func` get the general form, and later calls the fast one."""
+    model = posenc.patch(SUBJECTS["llama"].fresh(num_hidden_layers=1), posenc.encoding(name), verify=False)
+    weights, ids = {name: weight.detach() for name, weight in model.named_parameters()}, tokens(2, 20)
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(model, weights, row[None], {"use_cache": False}).logits.square().mean()
+
+    toeplitz._tried.cache_clear()
+    found = vmap(grad(loss), in_dims=(None, 0))(weights, ids)
+    assert toeplitz.trusted(torch.float32)
+    for index in range(2):
+        said = model(ids[index : index + 1], use_cache=False).logits.square().mean()
+        expected = torch.autograd.grad(said, list(model.parameters()))
+        for one, other in zip(found.values(), expected, strict=True):
+            assert_same(one[index], other)
 
 
 @pytest.mark.parametrize("name", ["fire", "shaw", "t5"])

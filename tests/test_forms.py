@@ -244,12 +244,12 @@ def test_what_has_no_plain_form_goes_the_general_way(
 def test_a_kernel_that_does_not_what_it_seems_to_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         assert toeplitz.trusted(dtype)
-        toeplitz.trusted.cache_clear()
+        toeplitz._tried.cache_clear()
         with monkeypatch.context() as patch:  # as a kernel would that rounds its mask
             mask = toeplitz.Band.mask
             patch.setattr(toeplitz.Band, "mask", lambda *a, mask=mask: mask(*a).bfloat16().to(a[1].dtype))
             assert not toeplitz.trusted(dtype)
-        toeplitz.trusted.cache_clear()
+        toeplitz._tried.cache_clear()
     assert not toeplitz.trusted(torch.int64)
 
 
