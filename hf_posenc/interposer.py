@@ -272,7 +272,7 @@ def posenc_attention(
         query=encoding.remap(positions.query),
         key=encoding.remap(positions.key),
         gates=fitted_gates(call.gates, key),
-        slots=call.positions.own_slots(),
+        slots=positions.own_slots(),
         documents=positions.documents,
         counted=call.positions.counted and not encoding.overrides("remap"),
         known={} if encoding.overrides("remap") else call.positions.known,

@@ -26,14 +26,18 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Output]
 
 
 def fitted(positions: Positions, keys: int) -> Positions:
-    """Return the positions with as many keys as there are slots; slots beyond the known ones are empty and masked."""
-    known, documents = positions.key, positions.documents
+    """Return the positions with as many keys as there are slots; slots beyond the known ones are empty and masked.
+
+    The cache of a sliding layer gives fewer keys than the text has: those in front are gone, and all slots move up.
+    """
+    known, documents, slots = positions.key, positions.documents, positions.own_slots()
     missing = keys - known.shape[-1]
     if missing:  # cut in front where it is negative
         ends = (min(missing, 0), max(missing, 0))
         known = nn.functional.pad(known, ends)
         documents = None if documents is None else nn.functional.pad(documents, ends)
-    return Positions(query=positions.query, key=known, documents=documents)
+        slots = slots + min(missing, 0)
+    return Positions(query=positions.query, key=known, slots=slots, documents=documents)
 
 
 def with_gates(key: Tensor, gates: Tensor) -> Tensor:

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+import hf_posenc as posenc
 from tests.models import (
     ATTENDING,
     CAUSAL,
     CORE,
+    SUBJECTS,
     TRAINED,
     VARIANTS,
     VOCABULARY,
+    Subject,
     assert_same,
     cells,
     in_steps,
@@ -95,6 +98,17 @@ def test_every_single_step_equals_the_full_forward(subject: str, spec: str) -> N
     model = patched(subject, spec)
     ids = tokens(1, 3 * TRAINED)
     assert_same(in_steps(model, ids, [1] * ids.shape[1], dynamic(model)), logits(model, ids))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["fox", "cope"])
+def test_what_counts_keys_heeds_that_a_sliding_layer_forgets_them(name, cache) -> None:  # type: ignore[no-untyped-def]
+    """Calls of one token and of several, by encodings that have to find a query's own key among those that are left."""
+    fields = {**SUBJECTS["llama"].fields, "sliding_window": 12}
+    model = Subject("MistralForCausalLM", "MistralConfig", fields).fresh()
+    posenc.patch(model, posenc.encoding(name), verify=False)
+    ids = tokens(2, 40)
+    assert_same(in_steps(model, ids, [20, 1, 1, 13, 1, 4], cache(model)), logits(model, ids))
 
 
 @pytest.mark.parametrize(("subject", "spec"), cells(["gpt2", "llama", "roberta-decoder"], ATTENDING))
