@@ -238,7 +238,7 @@ def _by_blocks(scores: Scores, states: tuple[Tensor, ...], at: Positions, band: 
     """Attend with a bias that is written out for a block of queries at a time; (b, h, q, d)."""
     encoding = scores.encoding
     # for gradients it is asked again, when `functional_call` may have put other weights back into its place
-    weights = {f"encoding.{name}": weight for name, weight in encoding.named_parameters()}
+    weights: dict[str, Tensor] = {f"encoding.{name}": weight for name, weight in encoding.named_parameters()}
 
     def bias(query: Tensor, key: Tensor, gates: Tensor | None, rows: slice, keys: slice) -> Tensor:
         asked = query * scores.scaling, key, dataclasses.replace(at.part(rows, keys), gates=gates)
