@@ -5,7 +5,7 @@ constant part of both, turned against each other, is a curve over the distance, 
 a rotation mixes up, must not carry what words say. So these weights are fitted, layer by layer from below, on what
 reaches the attention of a layer in the converted model, whose lower layers are fitted by then. The goal is the
 attention of the original on the same rows (mean KL divergence of a query, in nats). Gradients run through the attention
-of the one layer only.
+of the one layer only. Where layers share an attention module (ALBERT), all its calls count.
 
 Every weight of an attention module takes part that its probabilities depend on, whatever it is called: those of values
 and output get no gradient, and stay.
@@ -28,7 +28,7 @@ from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.planning import PatchPlan
 
 PAIRS = 2**28
-"""Probabilities of one layer that are kept at a time, 1 GiB in float32; longer rows make fewer."""
+"""Probabilities of one module that are kept at a time, 1 GiB in float32; longer rows make fewer."""
 AT_ONCE = 8
 """Rows in one step."""
 STEPS = 64
@@ -53,15 +53,16 @@ def fit_attention(model: PreTrainedModel, original: PreTrainedModel, rows: Tenso
         UnsupportedFamilyError: an attention module reports no probabilities.
     """
     heads = plan.geometry.num_attention_heads
-    rows = rows[: max(1, PAIRS // (heads * rows.shape[1] ** 2))].to(model.device)
+    calls_a_pass = math.ceil(model.config.num_hidden_layers / len(plan.attention))
+    rows = rows[: max(1, PAIRS // (calls_a_pass * heads * rows.shape[1] ** 2))].to(model.device)
     batches = rows.split(AT_ONCE)
     with ExitStack() as stack:
         for each in (model, original):
             stack.enter_context(reporting_attention(each))
             stack.enter_context(evaluation_mode(each))
         for path in plan.attention:
-            goals = [_probabilities(_call(original, path, batch)[2], path) for batch in batches]
-            calls = [_call(model, path, batch)[:2] for batch in batches]
+            goals = [_probabilities(output, path) for batch in batches for *_, output in _calls(original, path, batch)]
+            calls = [call[:2] for batch in batches for call in _calls(model, path, batch)]
             _fit(model.get_submodule(path), path, calls, goals)
 
 
@@ -71,18 +72,17 @@ def gains_rotation(model: PreTrainedModel, plan: PatchPlan) -> bool:
     return encoding.overrides("rotate") and own_rope(model, plan.family, plan.geometry) is None
 
 
-def _call(model: PreTrainedModel, path: str, rows: Tensor) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Run a model and return what one of its modules was given, and what it gave."""
-    found: list[Any] = []
+def _calls(model: PreTrainedModel, path: str, rows: Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """Run a model and return what one of its modules was given, and what it gave, in every call of it."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found[:] = args, dict(kwargs), output
+        found.append((args, dict(kwargs), output))
 
     with ExitStack() as stack:
         stack.callback(model.get_submodule(path).register_forward_hook(keep, with_kwargs=True).remove)
         model(input_ids=rows, use_cache=False, output_attentions=True)
-    args, kwargs, output = found
-    return args, kwargs, output
+    return found
 
 
 def _probabilities(output: Any, path: str) -> Tensor:

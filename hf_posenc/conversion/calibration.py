@@ -9,7 +9,7 @@ is of what softmax sees: scores less the mean of their row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +80,11 @@ def calibrate(
         goal = mean_scores(original, rows, visible, batch_size)
         for _ in range(ROUNDS):
             now = mean_scores(model, rows, visible, batch_size)
-            own = [_centred_bias(_of(encoding, layer), geometry, visible) for layer in range(len(goal))]
+            own = [_centred_bias(module, geometry, visible) for module in _served(encoding, len(goal))]
             targets = [wanted - found + bias for wanted, found, bias in zip(goal, now, own, strict=True)]
             for module, layers in _modules(encoding, len(targets)):
                 fit(module, torch.stack([targets[layer] for layer in layers]).mean(0), geometry, visible)
-        fitted = [_centred_bias(_of(encoding, layer), geometry, visible) for layer in range(len(goal))]
+        fitted = [_centred_bias(module, geometry, visible) for module in _served(encoding, len(goal))]
     lost = [target.square().mean((1, 2)) for target in targets]
     left = [(target - bias).square().mean((1, 2)) for target, bias in zip(targets, fitted, strict=True)]
     distances, pairs = Distances(visible), visible.numel()
@@ -183,12 +183,18 @@ def _centred_bias(encoding: Encoding, geometry: Geometry, visible: Tensor) -> Te
     return (bias - bias.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)) * visible
 
 
-def _of(encoding: Encoding, layer: int) -> Encoding:
-    return encoding.of(layer) if isinstance(encoding, Layers) else encoding
-
-
-def _modules(encoding: Encoding, layers: int) -> Sequence[tuple[Encoding, list[int]]]:
-    """Return every module that can be fitted, with the layers that it serves."""
+def _served(encoding: Encoding, layers: int) -> list[Encoding]:
+    """Return the encoding of every layer; layers in a row may share attention, and so an encoding (ALBERT)."""
     if not isinstance(encoding, Layers):
-        return [(encoding, list(range(layers)))]
-    return [(encoding.of(layer), [layer]) for layer in range(layers) if can_calibrate(encoding.of(layer))]
+        return [encoding] * layers
+    return [encoding.of(layer * len(encoding.layers) // layers) for layer in range(layers)]
+
+
+def _modules(encoding: Encoding, layers: int) -> list[tuple[Encoding, list[int]]]:
+    """Return every module that can be fitted, with the layers that it serves."""
+    served = _served(encoding, layers)
+    return [
+        (module, [layer for layer in range(layers) if served[layer] is module])
+        for module in dict.fromkeys(served)
+        if can_calibrate(module)
+    ]

@@ -9,7 +9,7 @@ from hf_posenc.config import EncodingConfig
 from hf_posenc.conversion.absorption import can_absorb
 from hf_posenc.conversion.annealing import old_positions
 from hf_posenc.conversion.defaults import calibrates
-from hf_posenc.conversion.layerwise import attention_paths, layer_paths
+from hf_posenc.conversion.layerwise import layer_paths
 from hf_posenc.conversion.recipe import Recipe
 from hf_posenc.errors import ConfigError
 from hf_posenc.length import max_length
@@ -36,7 +36,7 @@ def checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Recip
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} has no language-modelling head, and so no loss to bring back.")
     if recipe.layerwise is not None:
-        layer_paths(attention_paths(model, plan))
+        layer_paths(model, plan)
     if recipe.absorb is not None and not can_absorb(model, plan):
         raise ConfigError(f"{name} loses no table of positions with a mean to keep; leave absorb out.")
     if recipe.calibrate is not None and not calibrates(model, encoding, plan):

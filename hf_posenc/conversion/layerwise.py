@@ -33,17 +33,18 @@ def attention_paths(model: PreTrainedModel, plan: PatchPlan) -> list[str]:
     return [paths[id(module)] for module in attention_modules(body, plan.family).values()]
 
 
-def layer_paths(attention: Sequence[str]) -> list[str]:
-    """Return the paths of the layers that hold these attention modules: `transformer.h.0` of `transformer.h.0.attn`.
+def layer_paths(model: PreTrainedModel, plan: PatchPlan) -> list[str]:
+    """Return the paths of the layers that hold the attention modules of a model, such as `transformer.h.0`.
 
     Raises:
         UnsupportedFamilyError: attention modules do not each have a layer of their own, as where layers are shared.
     """
+    attention = attention_paths(model, plan)
     found = [match[1] for path in attention if (match := re.match(r"(.*?\.\d+)\.", path))]
-    if not found or len(set(found)) != len(attention):
+    if len(set(found)) != len(attention) or len(attention) < model.config.num_hidden_layers:
         raise UnsupportedFamilyError(
-            "layerwise needs a layer for every attention module, and this model has none, or has layers that share "
-            "one; leave the stage layerwise out."
+            f"layerwise needs a layer for every attention module, and {type(model).__name__} has none, or has layers "
+            "that share one; leave the stage layerwise out."
         )
     return found
 

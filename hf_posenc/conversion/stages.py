@@ -215,7 +215,7 @@ class Stages:
         if recipe.distill is not None or recipe.layerwise is not None:
             lesson.original = self.original
         if recipe.layerwise is not None and self.original is not None:
-            lesson.layers = layer_paths(attention_paths(self.model, self.plan))
+            lesson.layers = layer_paths(self.model, self.plan)
             lesson.positions = stream_positions(self.original, lesson.layers[0], self.rows, first)
         return lesson
 

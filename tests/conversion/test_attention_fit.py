@@ -92,6 +92,13 @@ def test_adapters_leave_the_weights_of_the_model_alone(monkeypatch: pytest.Monke
     convert(gpt2(), ROPE, texts(), quick(lora_rank=2, calibrate=Calibrate(rows=4)))
 
 
+def test_all_layers_count_that_share_an_attention_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits: list[int] = []
+    monkeypatch.setattr(attention_fit, "_fit", lambda module, path, calls, goals: fits.extend((len(calls), len(goals))))
+    fitted(fresh("albert"))
+    assert fits == [2, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if FAMILIES[name].table])
 def test_every_kind_of_attention_below_a_table_can_be_fitted(model_type: str) -> None:

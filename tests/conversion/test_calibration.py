@@ -21,6 +21,7 @@ from hf_posenc.conversion.training import packed_perplexity
 from hf_posenc.data import Document, pack, tokenize
 from hf_posenc.positions import Geometry, Positions
 from hf_posenc.quickstart import BASE
+from tests.families.models import fresh
 
 N, HEADS = 24, 2
 GEOMETRY = Geometry(
@@ -126,3 +127,17 @@ def test_a_real_model_starts_less_than_half_as_far_away() -> None:
 def test_every_trained_bias_starts_less_than_half_as_far_away(name: str, fields: dict[str, Any]) -> None:
     zeroed, _, calibrated = before_training(name, 64, **fields)
     assert calibrated < zeroed / 2
+
+
+def test_layers_that_share_an_encoding_are_fitted_together() -> None:
+    """ALBERT has one attention module for all layers, and so one encoding, also where each layer may have its own."""
+    rows, found = torch.arange(32).reshape(2, 16) + 6, []
+    for per_layer in (False, True):
+        model = fresh("albert")
+        plan, original = posenc.plan(model, posenc.encoding("t5", per_layer=per_layer)), copy.deepcopy(model)
+        posenc.patch(model, plan.config, verify=False)
+        calibration = calibrate(model, original, rows, plan.geometry)
+        assert len(calibration.lost) == model.config.num_hidden_layers == 2
+        found.append(next(plan.body_of(model).posenc.parameters()).detach())
+    assert torch.equal(*found)
+    assert found[0].abs().max() > 0

@@ -24,6 +24,7 @@ from hf_posenc.conversion.rotation_choice import BASES
 from hf_posenc.conversion.training import original_of
 from hf_posenc.errors import ConfigError, TrainingError, UnsupportedFamilyError
 from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, difference, gpt2, ids, quick, texts
+from tests.families.models import fresh
 
 PATHS = ["transformer.h.0", "transformer.h.1"]
 
@@ -79,9 +80,10 @@ def test_no_gradient_passes_from_a_layer_to_the_one_below() -> None:
 
 
 def test_layers_that_share_one_are_refused() -> None:
-    assert layer_paths(["bert.encoder.layer.0.attention.self"]) == ["bert.encoder.layer.0"]
+    albert = fresh("albert")
+    assert layer_paths(gpt2(), posenc.plan(gpt2(), posenc.NoPE())) == PATHS
     with pytest.raises(UnsupportedFamilyError, match="leave the stage layerwise out"):
-        layer_paths(["albert.encoder.albert_layer_groups.0.albert_layers.0.attention"] * 2)
+        layer_paths(albert, posenc.plan(albert, posenc.RoPE()))
 
 
 def test_every_stage_is_measured_and_pays_its_tokens(tmp_path: Path) -> None:
