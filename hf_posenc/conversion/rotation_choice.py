@@ -1,7 +1,7 @@
 """A rotation has no parameters to fit; its base and its share of the head are chosen by what the model says at once.
 
-That is for weights that must stay. Where queries and keys can be fitted to a rotation (`attention_fit`), any base comes
-as close to the original, and the usual one is at the start of longer texts.
+That is for weights that must stay. Where queries and keys can be fitted to a rotation (`attention_fit`), there is
+nothing to choose by: any base comes as close to the original.
 """
 
 from __future__ import annotations

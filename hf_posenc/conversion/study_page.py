@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -197,7 +198,7 @@ def _is(row: Row, target: str, percent: float) -> bool:
 
 
 def _lengths(rows: Sequence[Row]) -> str:
-    """Return perplexity past the trained length over that at it, of the best stages at every budget."""
+    """Return perplexity past the trained length over that at it, of the best stages without `reach` and with it."""
     own = [
         row
         for row in rows
@@ -205,10 +206,11 @@ def _lengths(rows: Sequence[Row]) -> str:
     ]
     columns = [name for name in (own[0] if own else {}) if name.startswith(("nonoverlapping", "sliding"))]
     lines = []
-    for target in _targets(own):
-        best = min((row for row in own if row["target"] == target), key=lambda row: row["end"])
-        numbers = [f"{best[name]:.3f}" if name in best else "" for name in columns]
-        lines.append((target, f"{best['rung']}, {best['percent']:g} %", *numbers))
+    for target, reach in itertools.product(_targets(own), (False, True)):
+        alike = [row for row in own if row["target"] == target and ("reach" in row["rung"]) is reach]
+        for best in sorted(alike, key=lambda row: float(row["end"]))[:1]:
+            numbers = [f"{best[name]:.3f}" if name in best else "" for name in columns]
+            lines.append((target, f"{best['rung']}, {best['percent']:g} %", *numbers))
     header = ("target", "run", *(name.replace("_", " ") for name in columns))
     said = (
         "Non-overlapping windows give a longer window more context, which alone makes it better; sliding ones advance "
