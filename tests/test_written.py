@@ -104,13 +104,12 @@ def test_a_graph_serves_the_encoding_that_it_was_made_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", ["alibi", "fire"])
-def test_an_exported_model_is_made_of_torchs_own_operators(name: str, strict: bool) -> None:
-    """It runs where nobody knows of this package, and for other batches and lengths."""
+def test_an_exported_model_is_made_of_torchs_own_operators(name: str) -> None:
+    """Also by torch's compiler, which is what strict export traces with. It runs where nobody knows of this package, and for other batches and lengths."""
     model, inputs = prepared(name).eval(), {"input_ids": tokens(2, 24), "use_cache": False}
     sizes = {"input_ids": {0: torch.export.Dim("rows", max=64), 1: torch.export.Dim("tokens", max=512)}}
-    exported = torch.export.export(model, (), inputs, dynamic_shapes={**sizes, "use_cache": None}, strict=strict)
+    exported = torch.export.export(model, (), inputs, dynamic_shapes={**sizes, "use_cache": None}, strict=True)
     operators = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert not any("posenc" in name for name in operators)
     said = exported.module()(input_ids=tokens(3, 50), use_cache=False).logits
