@@ -106,7 +106,7 @@ def test_a_graph_serves_the_encoding_that_it_was_made_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "fire"])
 def test_an_exported_model_is_made_of_torchs_own_operators(name: str) -> None:
-    """Also by torch's compiler, which is what strict export traces with. It runs where nobody knows of this package, and for other batches and lengths."""
+    """Strict export traces with the compiler; what it gives runs where nobody knows of this package, at any length."""
     model, inputs = prepared(name).eval(), {"input_ids": tokens(2, 24), "use_cache": False}
     sizes = {"input_ids": {0: torch.export.Dim("rows", max=64), 1: torch.export.Dim("tokens", max=512)}}
     exported = torch.export.export(model, (), inputs, dynamic_shapes={**sizes, "use_cache": None}, strict=True)
