@@ -132,8 +132,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw recovery against the share of tokens: a panel a target, a line a set of stages, dashed on seen text."""
     shown = [row for row in rows if row["target"] != ORIGINAL and row["best"] and row["recovery"] is not None]
     targets, rungs = _names(shown, "target") or [""], _names(shown, "rung")
-    figure = Figure(figsize=(3.2 * len(targets), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
+    columns, lines = min(4, len(targets)), math.ceil(len(targets) / 4)
+    figure = Figure(figsize=(3.2 * columns, 0.9 + 2.7 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    panels = list(grid.flat)[: len(targets)]
+    for empty in list(grid.flat)[len(targets) :]:
+        empty.set_axis_off()
     stages = list(dict.fromkeys(rung.split(",")[0] for rung in rungs))
     for panel, target in zip(panels, targets, strict=True):
         for rung in rungs:
@@ -149,9 +153,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panel.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0].set(ylabel="recovery, 1: the original trained alike")
+    for first in grid[:, 0]:
+        first.set(ylabel="recovery, 1: the original\ntrained alike")
     if shown:
-        figure.legend(*_handles(panels), loc="outside lower center", ncols=len(rungs), fontsize=7)
+        figure.legend(*_handles(panels), loc="outside lower center", ncols=min(7, len(rungs)), fontsize=7)
     figure.savefig(path, dpi=110)
 
 
