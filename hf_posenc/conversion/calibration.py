@@ -49,9 +49,14 @@ class Calibration:
 
 
 def can_calibrate(encoding: Encoding) -> bool:
-    """Tell whether an encoding, or that of any layer, has parameters in a bias that looks at positions alone."""
+    """Tell whether an encoding, or that of any layer, has parameters in a bias that looks at positions alone.
+
+    One that hides keys from some heads (`Alibi(sides="split")`) is none to fit: what was lost there cannot come back.
+    """
     if isinstance(encoding, Layers):
         return any(can_calibrate(encoding.of(layer)) for layer in range(len(encoding.layers)))
+    if isinstance(encoding, AlibiEncoding) and encoding.split:
+        return False
     alone = encoding.overrides("distance_bias") or isinstance(encoding, FIREEncoding)
     return alone and next(encoding.parameters(), None) is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import math
 import textwrap
 from pathlib import Path
@@ -92,6 +93,12 @@ def test_what_can_be_fitted_has_parameters_and_looks_at_no_token() -> None:
 
 def _can(name: str) -> bool:
     return can_calibrate(posenc.build(posenc.encoding(name), GEOMETRY))
+
+
+@pytest.mark.parametrize(("sides", "can"), [("symmetric", True), ("split", False)])
+def test_what_is_hidden_from_a_head_is_nothing_to_fit(sides: str, can: bool) -> None:
+    two_sided = dataclasses.replace(GEOMETRY, causal=False)
+    assert can_calibrate(posenc.build(posenc.Alibi(trainable=True, sides=sides), two_sided)) is can
 
 
 def before_training(name: str, rows: int, **fields: Any) -> tuple[float, float, float]:
