@@ -127,3 +127,13 @@ def test_fewer_tokens_are_compared_on_the_same_text() -> None:
     assert "`naive`, 10 %: fewer tokens are better for 1 of 1: rope." in said
     assert "`naive, seen text`, 10 %: fewer tokens are better for 0 of 1." in said
     assert "Whatever the text: for 0 of 1." in said
+
+
+def test_past_the_trained_length_runs_that_were_trained_there_have_their_own_line() -> None:
+    """Also where another set of stages is better at that length."""
+    said = page(*(run("rope", rung, end) for rung, end in (("start+distill", 22), ("start", 23), ("start+reach", 24))))
+    past = said[said.index("## Past the trained length") :]
+    assert [line.split(" | ")[1] for line in past.splitlines() if "| rope" in line] == [
+        "start+distill, 2 %",
+        "start+reach, 2 %",
+    ]
