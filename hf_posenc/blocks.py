@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.scores import exactly
-from hf_posenc.toeplitz import CHUNK
+from hf_posenc.toeplitz import CHUNK, exponentials
 
 AT_ONCE = 2**23
 """Scores whose bias is written out at a time, 32 MiB in float32."""
@@ -244,7 +244,7 @@ def _gradients(*states: Tensor, mask: Tensor, scale: float) -> tuple[tuple[Tenso
     With P the weights and dP = dO V^T, the gradient of the scores is dS = P (dP - rowsum(dO O)).
     """
     gradient, query, output, sums, key, value = (x.to(mask.dtype) for x in states)
-    weights = (query * scale @ key.mT).add_(mask).sub_(sums[..., None]).exp_()
+    weights = exponentials((query * scale @ key.mT).add_(mask).sub_(sums[..., None]))
     of_value = weights.mT @ gradient
     scores = (gradient @ value.mT).sub_((gradient * output).sum(-1, keepdim=True)).mul_(weights)
     return (scores @ key * scale, scores.mT @ query * scale, of_value), scores

@@ -91,3 +91,29 @@ def test_weights_that_stand_in_for_one_call_get_their_gradients(name: str) -> No
     ours = pulled(functional_call(model, weights, tokens(2, 20)).logits, list(weights.values()))
     for one, wanted in zip(ours, pulled(other(tokens(2, 20)).logits, list(other.parameters())), strict=True):
         assert_same(one, wanted, 1e-6)
+
+
+def test_weights_too_small_to_count_are_none() -> None:
+    """MKL takes a hundred times as long for exponentials that underflow, and products with denormal ones are slow."""
+    scores = torch.tensor([0.0, -59.5, -60.5, -88.0, -103.0, -torch.inf, torch.nan])
+    found = toeplitz.exponentials(scores.clone())
+    assert_same(found[:2], scores[:2].exp(), 1e-6)
+    assert found[2:6].count_nonzero() == 0
+    assert found[6].isnan()
+
+
+@pytest.mark.parametrize("name", ["alibi-trainable", "shaw"])
+def test_gradients_of_steep_biases(name: str) -> None:
+    """Where most weights are too small to count."""
+    scores, *states = call(name, 40, 40, causal=True)
+    with torch.no_grad():
+        for weight in scores.encoding.parameters():
+            weight.mul_(100)
+    expected, encoding = dense(scores, *states)
+    draw = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = forms.attend_along(scores, *states)
+    assert found is not None
+    ours = torch.autograd.grad((found * draw.float()).sum(), [*states, *scores.encoding.parameters()])
+    truth = torch.autograd.grad((expected * draw).sum(), [*states, *encoding.parameters()])
+    for one, other in zip(ours, truth, strict=True):
+        assert_same(one.double(), other.double(), 10 * ACCURACY[torch.float32])
