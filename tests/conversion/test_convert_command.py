@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from hf_posenc.conversion.convert_command import main
 from hf_posenc.quickstart import BASE
+from tests.launching import TORCHRUN
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")
 
 
 def arguments(folder: Path, *, batch_size: int) -> list[str]:

@@ -22,6 +22,7 @@ from hf_posenc.errors import DataError, LengthError
 from hf_posenc.evaluation import PositionCurve, perplexity_by_length, perplexity_by_position
 from hf_posenc.evaluation.position import log_bins
 from tests.evaluation.models import VOCABULARY, gpt2, llama, naive_nll, random_documents
+from tests.launching import TORCHRUN
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -32,10 +33,10 @@ from tests.evaluation.models import llama, random_documents
 import torch
 torch.manual_seed(5)
 model, documents = llama(), random_documents(40, 33, 20, 60, 50, 34, 45)
-state = PartialState()
+state = PartialState(cpu=True)
 curve = perplexity_by_position(model, documents, 32, processes=state, batch_size=2)
 if state.is_main_process:
-    print("curve", json.dumps(curve.to_dict()))
+    print("curve", json.dumps(curve.to_dict() | {"processes": state.num_processes}))
 if state.num_processes > 1:
     state.destroy_process_group()
 """
@@ -126,15 +127,13 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 def test_two_processes_give_the_curve_of_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     curves = []
-    for command in ([sys.executable], launch):
+    for launcher in ((), TORCHRUN):
         done = subprocess.run(
-            [*command, str(program)],
+            [sys.executable, *launcher, str(program)],
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             timeout=300,
             check=False,
         )
@@ -142,6 +141,7 @@ def test_two_processes_give_the_curve_of_one(tmp_path: Path) -> None:
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("curve")]
         curves.append(json.loads(line.removeprefix("curve")))
     one, two = curves
+    assert [one.pop("processes"), two.pop("processes")] == [1, 2]
     assert one["n_documents"] == two["n_documents"] == 6
     for field in ("nll", "low", "high"):
         assert one[field] == pytest.approx(two[field], rel=1e-6)

@@ -1,4 +1,4 @@
-"""`scripts/evaluate.py` from the command line, alone and under `accelerate launch`."""
+"""`scripts/evaluate.py` from the command line, by one process and by two."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.evaluation.models import gpt2, llama
+from tests.launching import TORCHRUN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "evaluate.py"
-LAUNCH_TWO = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-LAUNCH_TWO += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-LAUNCH_TWO += [str(SCRIPT)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,7 @@ def test_two_processes_give_the_numbers_of_one(
     assert "no position 65" in printed
 
     launched = subprocess.run(
-        [*LAUNCH_TWO, *arguments(material, two)],
+        [sys.executable, *TORCHRUN, str(SCRIPT), *arguments(material, two)],
         capture_output=True,
         text=True,
         cwd=ROOT,
