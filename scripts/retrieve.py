@@ -2,6 +2,7 @@
 
 python scripts/retrieve.py --model gpt2=runs/gpt2 --model alibi=runs/alibi --task passkey --lengths 256 512 --output out
 accelerate launch --num_processes 2 scripts/retrieve.py ...          # shares the prompts, same numbers
+torchrun --nproc_per_node 2 scripts/retrieve.py ...   # on CPUs, where accelerate starts one process
 """
 
 from __future__ import annotations
