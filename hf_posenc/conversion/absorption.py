@@ -17,8 +17,6 @@ from hf_posenc.family import find_family
 from hf_posenc.length import table_rows, table_start
 from hf_posenc.planning import PatchPlan
 
-JUDGED = 64
-"""Rows of training text on which the loss must be lower for an absorbed constant to stay."""
 _MIXER = "map_inputs_layer"
 """Where RoCBert mixes shapes and sounds into its words, before it adds positions."""
 
@@ -47,25 +45,14 @@ def can_absorb(model: PreTrainedModel, plan: PatchPlan) -> bool:
     return not plan.keeps and position_rows(model) is not None
 
 
-def absorb(model: PreTrainedModel, constant: Tensor) -> nn.Parameter:
+def absorb(model: PreTrainedModel, constant: Tensor) -> None:
     """Add a constant, (width,), to every token's embedding, in place and in whatever is tied to it.
 
     The weight is replaced, not written to: whoever else holds the old one keeps it as it was.
-
-    Returns:
-        The old weight, with which `replace_words` undoes it.
     """
     words: Any = model.get_input_embeddings()
     old: nn.Parameter = words.weight
     new = nn.Parameter((old.detach().double() + constant.double()).to(old), requires_grad=old.requires_grad)
-    replace_words(model, new)
-    return old
-
-
-def replace_words(model: PreTrainedModel, new: nn.Parameter) -> None:
-    """Put a weight in the place of the token embedding's and of whatever is tied to it."""
-    words: Any = model.get_input_embeddings()
-    old = words.weight
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is old:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from hf_posenc.config import Encoding
-from hf_posenc.conversion.absorption import JUDGED, absorb, position_rows, replace_words
+from hf_posenc.conversion.absorption import absorb, position_rows
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
 from hf_posenc.conversion.annealing import Fade, Rows, annealed, old_positions
 from hf_posenc.conversion.attention_fit import fit_attention, gains_rotation
@@ -115,7 +115,11 @@ class Stages:
         after = self._note("replace", before)
         if recipe.absorb is not None and rows is not None:
             first = min(recipe.absorb.first_row, len(rows) - 1)
-            self._absorb(rows, rows[first:].double().mean(0).to(rows))
+            constant = rows[first:].double().mean(0).to(rows)
+            absorb(model, constant)
+            if isinstance(self.old, Rows):
+                self.old = Rows(rows - constant)
+            self.rows = rows - constant
             after = self._note("absorb", after)
         if recipe.calibrate is not None:
             some = self.train.select(range(min(recipe.calibrate.rows, len(self.train))))
@@ -126,17 +130,6 @@ class Stages:
             elif self.encoding is not None and can_calibrate(self.encoding):
                 self._calibrate(self.encoding, original, some)
             self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))
-
-    def _absorb(self, rows: Tensor, constant: Tensor) -> None:
-        """Take a constant from the rows of the old table to the words, where the loss on some text is lower for it."""
-        some = self.train.select(range(min(JUDGED, len(self.train))))
-        before, words = self.loss(some), absorb(self.model, constant)
-        if not self.loss(some) < before:
-            replace_words(self.model, words)
-            return
-        if isinstance(self.old, Rows):
-            self.old = Rows(rows - constant)
-        self.rows = rows - constant
 
     def _calibrate(self, encoding: Encoding, original: PreTrainedModel, rows: Any) -> None:
         """Fit the encoding to the scores that these rows lost; keep the fit where the loss on them is lower for it."""

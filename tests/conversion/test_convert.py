@@ -198,24 +198,7 @@ def test_a_fit_is_kept_only_where_it_makes_the_loss_lower(worse: bool, monkeypat
     losses = iter([2.0, 3.0 if worse else 1.0])
     stock = stages.Stages.loss
     monkeypatch.setattr(stages.Stages, "loss", lambda self, rows=None: stock(self) if rows is None else next(losses))
-    done = convert(gpt2(), KERPLE, texts(), quick(tokens=0, absorb=None, **CALIBRATED))
+    done = convert(gpt2(), KERPLE, texts(), quick(tokens=0, **CALIBRATED))
     assert done.record["calibration"]["kept"] is not worse
     left = float(next(done.model.transformer.posenc.parameters()).detach().max())
     assert (left == pytest.approx(3.0 if worse else 1e-3)) is not worse
-
-
-@pytest.mark.parametrize("worse", [True, False])
-def test_a_constant_is_absorbed_only_where_it_makes_the_loss_lower(
-    worse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reaction mapper's ALBERT is better off without what its rows share."""
-    losses = iter([2.0, 3.0 if worse else 1.0])
-    stock = stages.Stages.loss
-    monkeypatch.setattr(stages.Stages, "loss", lambda self, rows=None: stock(self) if rows is None else next(losses))
-    model = gpt2()
-    words = model.transformer.wte.weight
-    done = convert(model, posenc.NoPE(), texts(), quick(tokens=0))
-    replaced, absorbed = done.record["stages"]
-    assert (model.transformer.wte.weight is words) is worse
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert (absorbed["after"] == replaced["after"]) is worse
