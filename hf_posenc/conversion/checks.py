@@ -39,9 +39,10 @@ def checked_plan(model: PreTrainedModel, encoding: EncodingConfig, recipe: Recip
         layer_paths(model, plan)
     if recipe.absorb is not None and not can_absorb(model, plan):
         raise ConfigError(f"{name} loses no table of positions with a mean to keep; leave absorb out.")
-    if recipe.calibrate is not None and not calibrates(model, encoding, plan):
+    if recipe.calibrate is not None and not calibrates(model, encoding, plan, lora_rank=recipe.lora_rank):
+        below = " below adapters" if recipe.lora_rank else ""
         raise ConfigError(
-            f"{type(plan.config).__name__} has nothing that could be fitted to scores; leave calibrate out."
+            f"{type(plan.config).__name__} has nothing that could be fitted to scores{below}; leave calibrate out."
         )
     if recipe.anneal is not None:
         old_positions(model, plan)

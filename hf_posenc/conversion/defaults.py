@@ -11,6 +11,7 @@ from hf_posenc.conversion.absorption import can_absorb
 from hf_posenc.conversion.attention_fit import gains_rotation
 from hf_posenc.conversion.calibration import can_calibrate
 from hf_posenc.conversion.recipe import Absorb, Calibrate, Distill, Reach, Recipe
+from hf_posenc.conversion.rotation_choice import rotations
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
@@ -40,14 +41,19 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
     stages: dict[str, Any] = {"distill": Distill(), "learning_rate": FAR}
     if can_absorb(model, plan):
         stages["absorb"] = Absorb()
-    if calibrates(model, encoding, plan):
+    if calibrates(model, encoding, plan, lora_rank=fields.get("lora_rank", 0)):
         stages |= {"calibrate": Calibrate(), "learning_rate": Recipe.learning_rate}
     if isinstance(encoding, RoPE) and encoding.scaling is not None and "factor" in encoding.scaling:
         stages["reach"] = Reach(factor=encoding.scaling["factor"])
     return Recipe.from_dict(stages | fields)
 
 
-def calibrates(model: PreTrainedModel, encoding: EncodingConfig, plan: PatchPlan) -> bool:
-    """Tell whether an encoding, as it was asked for, has parameters to fit, or is a rotation that the model lacks."""
-    fits = can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention)))
-    return fits or gains_rotation(model, plan)
+def calibrates(model: PreTrainedModel, encoding: EncodingConfig, plan: PatchPlan, *, lora_rank: int) -> bool:
+    """Tell whether calibration has anything to do for an encoding as it was asked for.
+
+    That is parameters to fit, or a rotation that the model lacked: queries and keys are fitted to it, or below
+    adapters, which leave these alone, what was left open of it is chosen.
+    """
+    if can_calibrate(plan.config.build_layers(plan.geometry, len(plan.attention))):
+        return True
+    return gains_rotation(model, plan) and (not lora_rank or len(rotations(model, encoding, plan)) > 0)

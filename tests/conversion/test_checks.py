@@ -107,6 +107,19 @@ def test_a_rotation_that_transformers_computes_is_converted_to_as_well() -> None
     refused(llama(), {"encoding": wider, "recipe": recipe}, ConfigError, "nothing can fade; leave anneal out")
 
 
+def test_below_adapters_a_rotation_that_leaves_nothing_open_cannot_be_calibrated() -> None:
+    given = posenc.RoPE(theta=500.0, partial_rotary_factor=1.0)
+    refused(
+        gpt2(),
+        {"encoding": given, "recipe": quick(lora_rank=2, calibrate=Calibrate(rows=4))},
+        ConfigError,
+        "nothing that could be fitted to scores below adapters; leave calibrate out",
+    )
+    assert posenc.recipe_for(gpt2(), given, lora_rank=2).calibrate is None
+    assert posenc.recipe_for(gpt2(), given).calibrate is not None
+    assert posenc.recipe_for(gpt2(), posenc.RoPE(), lora_rank=2).calibrate is not None
+
+
 @pytest.mark.slow
 def test_adapters_teach_a_masked_model() -> None:
     bert = BertForMaskedLM(BertConfig(**SMALL, pad_token_id=0))
