@@ -146,9 +146,11 @@ class Stages:
         modules = [self.model.get_submodule(path) for path in self.plan.attention]
         own, before = [copy.deepcopy(module.state_dict()) for module in modules], self.loss(rows)
         fit_attention(self.model, original, torch.tensor(rows["input_ids"]), self.plan)
-        if not self.loss(rows) < before:
+        kept = self.loss(rows) < before
+        if not kept:
             for module, weights in zip(modules, own, strict=True):
                 module.load_state_dict(weights)
+        self.calibration = {"kept": kept}
 
     def _choose_rotation(self, rows: Any) -> None:
         """Patch anew with the rotation under which the loss on these rows is lowest."""

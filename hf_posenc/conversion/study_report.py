@@ -102,7 +102,7 @@ def head_recovery(runs: Iterable[Row]) -> list[Row]:
     found = []
     for run in runs:
         calibration = run.get("calibration")
-        if calibration is None or "trained" not in calibration["divergence"]:
+        if calibration is None or "trained" not in calibration.get("divergence", {}):
             continue
         r2 = _flat(calibration["toeplitz_r2"])
         divergence = {name: _flat(values) for name, values in calibration["divergence"].items()}

@@ -79,9 +79,10 @@ def test_the_fit_is_kept_only_where_it_makes_the_loss_lower(worse: bool, monkeyp
     stock = stages.Stages.loss
     monkeypatch.setattr(stages.Stages, "loss", lambda self, rows=None: stock(self) if rows is None else next(losses))
     recipe = quick(tokens=0, absorb=None, calibrate=Calibrate(rows=4))
-    model = convert(gpt2(), ROPE, texts(), recipe).model
-    weights = [each.transformer.h[0].attn.c_attn.weight for each in (model, gpt2())]
+    done = convert(gpt2(), ROPE, texts(), recipe)
+    weights = [each.transformer.h[0].attn.c_attn.weight for each in (done.model, gpt2())]
     assert torch.equal(*weights) is worse
+    assert done.record["calibration"] == {"kept": not worse}
 
 
 def test_adapters_leave_the_weights_of_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,7 @@ def test_adapters_leave_the_weights_of_the_model_alone(monkeypatch: pytest.Monke
         raise AssertionError("the weights below adapters were to be fitted")
 
     monkeypatch.setattr("hf_posenc.conversion.stages.fit_attention", never)
-    convert(gpt2(), ROPE, texts(), quick(lora_rank=2, calibrate=Calibrate(rows=4)))
+    convert(gpt2(), posenc.RoPE(), texts(), quick(lora_rank=2, calibrate=Calibrate(rows=4)))
 
 
 def test_all_layers_count_that_share_an_attention_module(monkeypatch: pytest.MonkeyPatch) -> None:
