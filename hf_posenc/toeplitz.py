@@ -253,7 +253,7 @@ def _add_all_gradients(*states: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def exponentials(scores: Tensor) -> Tensor:
-    """Return exp(scores) in their place, 0 below e^-60: MKL takes a hundred times as long for what underflows."""
+    """Return exp(scores) in their place, 0 below e^-60: MKL takes many times as long for what underflows."""
     return nn.functional.threshold(scores.clamp_(min=-60).exp_(), 1e-26, 0.0, inplace=True)
 
 

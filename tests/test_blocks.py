@@ -94,7 +94,7 @@ def test_weights_that_stand_in_for_one_call_get_their_gradients(name: str) -> No
 
 
 def test_weights_too_small_to_count_are_none() -> None:
-    """MKL takes a hundred times as long for exponentials that underflow, and products with denormal ones are slow."""
+    """MKL takes many times as long for exponentials that underflow, and products with denormal ones are slow."""
     scores = torch.tensor([0.0, -59.5, -60.5, -88.0, -103.0, -torch.inf, torch.nan])
     found = toeplitz.exponentials(scores.clone())
     assert_same(found[:2], scores[:2].exp(), 1e-6)
