@@ -12,8 +12,9 @@ import json
 import platform
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from tokenize import open as open_source
 from typing import TYPE_CHECKING, Any
@@ -164,9 +165,17 @@ def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) 
 
 
 def pack(
-    documents: Sequence[Sequence[int]], length: int, *, eos_token_id: int, seed: int | None = None
+    documents: Sequence[Sequence[int]],
+    length: int,
+    *,
+    eos_token_id: int,
+    bos_token_id: int | None = None,
+    seed: int | None = None,
 ) -> PackedDataset:
     """Join token lists, each closed by `eos_token_id`, and cut the stream into rows of exactly `length` tokens.
+
+    One that ends with it, or begins with `bos_token_id`, is told apart already and is left as it is: models whose texts
+    only ever began with a token have never seen another between them, and what follows it makes no sense to them.
 
     Only the tail that fills no row is dropped, and the report counts it. Positions run on through a row: documents
     in one row are not isolated from each other. `seed` shuffles the documents first; `None` keeps their order.
@@ -179,7 +188,9 @@ def pack(
     order = list(range(len(documents)))
     if seed is not None:
         random.Random(seed).shuffle(order)
-    stream = np.fromiter(_joined(documents, order, eos_token_id), dtype=np.int64)
+    open_ended = [len(each) == 0 or (each[-1] != eos_token_id and each[0] != bos_token_id) for each in documents]
+    joined = (documents[index] if not open_ended[index] else (*documents[index], eos_token_id) for index in order)
+    stream = np.fromiter(chain.from_iterable(joined), dtype=np.int64)
     rows = len(stream) // length
     if rows == 0:
         raise DataError(
@@ -190,7 +201,7 @@ def pack(
     report = PackingReport(
         documents=len(documents),
         tokens_in=tokens_in,
-        separators=len(documents),
+        separators=sum(open_ended),
         tokens_out=rows * length,
         dropped=len(stream) - rows * length,
         sequences=rows,
@@ -200,12 +211,6 @@ def pack(
 
     blocks = stream[: rows * length].reshape(rows, length)  # (rows, length)
     return PackedDataset(dataset=Dataset.from_dict({"input_ids": blocks}), report=report)
-
-
-def _joined(documents: Sequence[Sequence[int]], order: Iterable[int], eos_token_id: int) -> Iterator[int]:
-    for index in order:
-        yield from documents[index]
-        yield eos_token_id
 
 
 def _is_library_text(path: Path) -> bool:

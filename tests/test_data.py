@@ -109,6 +109,16 @@ def test_a_seed_shuffles_whole_documents_the_same_way_every_time() -> None:
     assert sorted(rows(documents, 4, seed=1)) == [[i, i, i, END] for i in range(40)] == rows(documents, 4)
 
 
+def test_a_document_that_says_where_it_begins_or_ends_is_not_closed_again() -> None:
+    begin = 257
+    documents = [[begin, 1, 2], [3, 4, END], [5, 6], [begin, 7, 8], []]
+    packed = pack(documents, 2, eos_token_id=END, bos_token_id=begin)
+    stream = [begin, 1, 2, 3, 4, END, 5, 6, END, begin, 7, 8, END]
+    assert [token for row in packed.dataset["input_ids"] for token in row] == stream[:-1]
+    assert (packed.report.tokens_in, packed.report.separators, packed.report.dropped) == (11, 2, 1)
+    assert rows([[begin, 1, 2]], 2) == [[begin, 1], [2, END]]  # where nobody says that this token begins a text
+
+
 def test_too_little_text_is_refused_with_the_numbers() -> None:
     with pytest.raises(DataError, match=r"2 documents give 8 tokens .* one row of 9"):
         pack([[1, 2, 3], [4, 5, 6]], 9, eos_token_id=END)

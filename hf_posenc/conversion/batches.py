@@ -33,7 +33,7 @@ def packed_rows(
     length: int,
     seed: int | None,
 ) -> PackedDataset:
-    """Return rows of `length` tokens of documents, in an order drawn by `seed`.
+    """Return rows of `length` tokens of documents, in an order drawn by `seed`, joined as `data.pack` does.
 
     Raises:
         DataError: no documents, neither texts nor token ids, texts without a tokenizer, tokens that the model does not
@@ -43,19 +43,25 @@ def packed_rows(
     embedding: Any = model.get_input_embeddings()
     ids = []
     for index, document in enumerate(contents_of(documents)):
-        row = token_ids(document, index, tokenizer)
+        row = token_ids(document, index, tokenizer, specials=True)
         check_vocabulary(row, index, len(embedding.weight))
         ids.append(row.tolist())
     if not ids:
         raise DataError("there are no documents to make rows of; give at least one.")
-    ends = [getattr(holder, name, None) for holder in (tokenizer, model.config) for name in _ENDS]
-    end = next((token for token in ends if isinstance(token, int)), None)
+    end, start = _token(_ENDS, tokenizer, model.config), _token(_STARTS, tokenizer, model.config)
     if end is None:
         raise ConfigError("neither tokenizer nor config names an end-of-text or separator token to put between texts.")
-    return pack(ids, length, eos_token_id=end, seed=seed)
+    return pack(ids, length, eos_token_id=end, bos_token_id=start, seed=seed)
 
 
 _ENDS = ("eos_token_id", "sep_token_id")
+_STARTS = ("bos_token_id", "cls_token_id")
+
+
+def _token(names: Sequence[str], *holders: Any) -> int | None:
+    """Return the first of these tokens that one of the holders names."""
+    named = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((token for token in named if isinstance(token, int)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

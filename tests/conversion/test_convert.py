@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import hf_posenc as posenc
 from hf_posenc.conversion import stages
 from hf_posenc.conversion.absorption import position_rows
 from hf_posenc.conversion.annealing import Fade, Rows, annealed
+from hf_posenc.conversion.batches import packed_rows
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
@@ -27,6 +36,28 @@ from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, dif
 from tests.families.models import fresh
 
 PATHS = ["transformer.h.0", "transformer.h.1"]
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("$A", [5, 6, 2, 7, 2]),  # nothing says where a text ends: the end-of-text token does
+        ("<s> $A", [1, 5, 6, 1, 7]),  # as Llama's: another token between texts may be one that the model never met
+        ("<s> $A </s>", [1, 5, 6, 2, 1, 7, 2]),
+        ("$A </s>", [5, 6, 2, 7, 2]),
+    ],
+)
+def test_texts_are_told_apart_as_the_tokenizer_does_it(template: str, wanted: list[int]) -> None:
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 5, "b": 6, "c": 7}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    texts, given = ["a b", "c"], [tokenizer(text)["input_ids"] for text in ("a b", "c")]
+    for documents, reader in ((texts, tokenizer), (given, tokenizer), (given, None)):
+        model = gpt2(bos_token_id=1, eos_token_id=2)
+        packed = packed_rows(documents, reader, model, length=len(wanted), seed=None)
+        assert packed.dataset["input_ids"][:] == [wanted]
 
 
 def test_what_is_not_trained_is_shared() -> None:
