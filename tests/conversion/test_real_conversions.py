@@ -31,7 +31,9 @@ def test_a_rotary_decoder_comes_part_of_the_way_to_no_positions() -> None:
         start, attention_mask=start, do_sample=True, top_k=0, max_new_tokens=255, eos_token_id=None, pad_token_id=0
     )
     recipe = posenc.recipe_for(model, posenc.NoPE(), tokens=98_304)
-    original, replaced, end = losses(posenc.convert(model, posenc.NoPE(), rows.tolist(), recipe, length=256))
+    done = posenc.convert(model, posenc.NoPE(), rows.tolist(), recipe, length=256)
+    original, replaced, end = losses(done)
+    assert done.record["packing"]["separators"] == 0  # its texts begin with <s>, and it never met </s>
     assert original < end < (original + replaced) / 2
 
 
