@@ -33,7 +33,10 @@ def packed_rows(
     length: int,
     seed: int | None,
 ) -> PackedDataset:
-    """Return rows of `length` tokens of documents, in an order drawn by `seed`, joined as `data.pack` does.
+    """Return rows of `length` tokens of documents, in an order drawn by `seed`.
+
+    A text gets the special tokens that its tokenizer adds. An end token follows it where that one would put it, and
+    where no token says that it is the first of a text; it should be one that the model knows.
 
     Raises:
         DataError: no documents, neither texts nor token ids, texts without a tokenizer, tokens that the model does not
@@ -48,14 +51,15 @@ def packed_rows(
         ids.append(row.tolist())
     if not ids:
         raise DataError("there are no documents to make rows of; give at least one.")
-    end, start = _token(_ENDS, tokenizer, model.config), _token(_STARTS, tokenizer, model.config)
+    end, start = (_token(names, tokenizer, model.config) for names in (_ENDS, _STARTS))
     if end is None:
         raise ConfigError("neither tokenizer nor config names an end-of-text or separator token to put between texts.")
-    return pack(ids, length, eos_token_id=end, bos_token_id=start, seed=seed)
+    closes = tokenizer is not None and tokenizer("")["input_ids"][-1:] == [end]  # as encoders' do, beside a start
+    return pack(ids, length, eos_token_id=end, bos_token_id=None if closes else start, seed=seed)
 
 
 _ENDS = ("eos_token_id", "sep_token_id")
-_STARTS = ("bos_token_id", "cls_token_id")
+_STARTS = ("bos_token_id",)
 
 
 def _token(names: Sequence[str], *holders: Any) -> int | None:

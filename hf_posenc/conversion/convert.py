@@ -80,9 +80,7 @@ def convert(
     Args:
         model: a causal or masked language model of one stack, not patched. It moves to the device of the process.
         encoding: the encoding to put in.
-        documents: training texts, lists of token ids, or rows with a column `text` or `input_ids`. A text gets the
-            special tokens that its tokenizer adds; where neither its first nor its last token says that it is one, an
-            end-of-text token follows, which the model should know.
+        documents: training texts, lists of token ids, or rows with a column `text` or `input_ids`.
         recipe: the stages; None takes `recipe_for(model, encoding)`.
         tokenizer: of the model; needed for texts, and for the mask token of a masked model.
         held_out: texts of the same kind on which stages are measured; None takes the last rows of `documents`, which
