@@ -75,12 +75,14 @@ class Batches:
     Attributes:
         causal: whether every token but the first is a target; otherwise masked ones are.
         mask_token_id: stands for the tokens that a masked model is to guess, 15 % of a row.
+        special_ids: tokens that are never masked, unless a row has no others.
         reach: the length whose positions are drawn (`collators.PoSE`), None for those of the row.
         seed: of the draws.
     """
 
     causal: bool
     mask_token_id: int | None = None
+    special_ids: tuple[int, ...] = ()
     reach: int | None = None
     seed: int = 0
 
@@ -101,7 +103,9 @@ class Batches:
         labels = torch.full_like(input_ids, IGNORED)
         hidden = max(1, round(MASKED_SHARE * input_ids.shape[1]))
         for row, label in zip(input_ids, labels, strict=True):
-            places = torch.randperm(len(row), generator=self._draw(row))[:hidden]
+            order = torch.randperm(len(row), generator=self._draw(row))
+            ordinary = order[~torch.isin(row[order], torch.tensor(self.special_ids, dtype=torch.long))]
+            places = (ordinary if len(ordinary) else order)[:hidden]
             label[places] = row[places]
             row[places] = int(self.mask_token_id or 0)
         return {"input_ids": input_ids, "labels": labels}

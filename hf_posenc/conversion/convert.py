@@ -164,10 +164,11 @@ def _split(rows: PackedDataset, held: PackedDataset | None) -> tuple[Any, Any]:
 
 
 def _batches(plan: PatchPlan, tokenizer: Any, recipe: Recipe, length: int, seed: int) -> Batches:
-    mask = getattr(tokenizer, "mask_token_id", None)
+    mask, specials = getattr(tokenizer, "mask_token_id", None), tuple(getattr(tokenizer, "all_special_ids", ()))
     if not plan.geometry.causal and mask is None:
         raise ConfigError("the model is bidirectional, and no tokenizer with a mask token was given to train it with.")
-    return Batches(causal=plan.geometry.causal, mask_token_id=mask, reach=reached(recipe, length), seed=seed)
+    reach = reached(recipe, length)
+    return Batches(causal=plan.geometry.causal, mask_token_id=mask, special_ids=specials, reach=reach, seed=seed)
 
 
 def _identity(model: PreTrainedModel, train: Any, held: Any) -> dict[str, Any]:

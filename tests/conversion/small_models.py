@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer, models
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import hf_posenc as posenc
 from hf_posenc.conversion.recipe import Absorb, Calibrate, Distill, Recipe
@@ -29,6 +30,12 @@ def gpt2(**fields: Any) -> GPT2LMHeadModel:
 def texts(rows: int = 40) -> list[list[int]]:
     draw = torch.Generator().manual_seed(3)
     return [torch.randint(1, WORDS, (LENGTH - 1,), generator=draw).tolist() for _ in range(rows)]
+
+
+def masking() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with an end and a mask token, which a masked model needs even for texts given as ids."""
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", mask_token="w5")
 
 
 def ids(rows: int = 3) -> torch.Tensor:

@@ -16,19 +16,13 @@ from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.recipe import Anneal, Calibrate, Layerwise, Reach
 from hf_posenc.errors import ConfigError, DataError, OutputError, UnsupportedEncodingError
 from hf_posenc.evaluation.sharing import launched
-from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, WORDS, gpt2, quick, texts
+from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, WORDS, gpt2, masking, quick, texts
 from tests.conversion.test_resuming import kill_at
 
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=0, num_key_value_heads=1))
-
-
-class Masks:
-    """All that a masked model is asked of its tokenizer when documents are ids."""
-
-    mask_token_id, eos_token_id = 5, 0
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -123,7 +117,7 @@ def test_below_adapters_a_rotation_that_leaves_nothing_open_cannot_be_calibrated
 @pytest.mark.slow
 def test_adapters_teach_a_masked_model() -> None:
     bert = BertForMaskedLM(BertConfig(**SMALL, pad_token_id=0))
-    done = convert(bert, posenc.RoPE(), texts(), quick(lora_rank=2), tokenizer=Masks())  # type: ignore[arg-type]
+    done = convert(bert, posenc.RoPE(), texts(), quick(lora_rank=2), tokenizer=masking())
     assert done.record["stages"][-1]["stage"] == "distill"
 
 

@@ -32,7 +32,18 @@ from hf_posenc.conversion.recipe import STAGES, Absorb, Anneal, Calibrate, Disti
 from hf_posenc.conversion.rotation_choice import BASES
 from hf_posenc.conversion.training import original_of
 from hf_posenc.errors import ConfigError, TrainingError, UnsupportedFamilyError
-from tests.conversion.small_models import CALIBRATED, KERPLE, LENGTH, SMALL, difference, gpt2, ids, quick, texts
+from tests.conversion.small_models import (
+    CALIBRATED,
+    KERPLE,
+    LENGTH,
+    SMALL,
+    difference,
+    gpt2,
+    ids,
+    masking,
+    quick,
+    texts,
+)
 from tests.families.models import fresh
 
 PATHS = ["transformer.h.0", "transformer.h.1"]
@@ -191,12 +202,8 @@ def test_rotary_sources_and_encoders_take_the_same_road() -> None:
     assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "anneal", "distill"]
     bert = BertForMaskedLM(BertConfig(**SMALL, pad_token_id=0))
     bert.config.sep_token_id = 0
-    done = convert(bert, posenc.encoding("t5"), texts(), quick(**CALIBRATED), tokenizer=_Masks())
+    done = convert(bert, posenc.encoding("t5"), texts(), quick(**CALIBRATED), tokenizer=masking())
     assert [stage["stage"] for stage in done.record["stages"]] == ["replace", "absorb", "calibrate", "distill"]
-
-
-class _Masks:
-    mask_token_id, eos_token_id = 5, 0
 
 
 def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
