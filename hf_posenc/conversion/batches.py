@@ -36,7 +36,8 @@ def packed_rows(
     """Return rows of `length` tokens of documents, in an order drawn by `seed`.
 
     A text gets the special tokens that its tokenizer adds. An end token follows it where that one would put it, and
-    where no token says that it is the first of a text; it should be one that the model knows.
+    where no token says that it is the first of a text; it should be one that the model knows. Where there is no end
+    token, that of the start does as well.
 
     Raises:
         DataError: no documents, neither texts nor token ids, texts without a tokenizer, tokens that the model does not
@@ -51,10 +52,13 @@ def packed_rows(
         ids.append(row.tolist())
     if not ids:
         raise DataError("there are no documents to make rows of; give at least one.")
-    end, start = (_token(names, tokenizer, model.config) for names in (_ENDS, _STARTS))
+    start = _token(_STARTS, tokenizer, model.config)
+    end = _token(_ENDS, tokenizer, model.config)
+    end = start if end is None else end
     if end is None:
-        raise ConfigError("neither tokenizer nor config names an end-of-text or separator token to put between texts.")
-    closes = tokenizer is not None and tokenizer("")["input_ids"][-1:] == [end]  # as encoders' do, beside a start
+        raise ConfigError("neither tokenizer nor config names an end, separator or start token to put between texts.")
+    frame = [] if tokenizer is None else tokenizer("")["input_ids"]
+    closes = frame[-1:] == [end] and (end != start or len(frame) > 1)  # as encoders' tokenizers do, beside a start
     return pack(ids, length, eos_token_id=end, bos_token_id=None if closes else start, seed=seed)
 
 
