@@ -19,7 +19,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from hf_posenc.config import EncodingConfig
-from hf_posenc.conversion.batches import Batches, packed_rows
+from hf_posenc.conversion.batches import Batches, rows_of
 from hf_posenc.conversion.checks import check_seed, checked_length, checked_plan, reached
 from hf_posenc.conversion.defaults import recipe_for
 from hf_posenc.conversion.recipe import Recipe
@@ -85,7 +85,8 @@ def convert(
         tokenizer: of the model; needed for texts, and for the mask token of a masked model.
         held_out: texts of the same kind on which stages are measured; None takes the last rows of `documents`, which
             are then not trained on.
-        length: tokens of a row; None takes the length that the model was trained for.
+        length: tokens of a row, or of the longest of a masked model, where a text is a row; None takes the length that
+            the model was trained for.
         output_dir: new folder for model, `config.yaml` and `result.json`; None writes nothing.
         resume: continue the unfinished run in `output_dir`; the weights end up as if it had never been stopped.
         seed: of the order of rows and of all that is drawn.
@@ -104,8 +105,9 @@ def convert(
     recipe = recipe_for(model, encoding) if recipe is None else recipe
     plan = checked_plan(model, encoding, recipe)
     length = checked_length(model, plan, recipe, length)
-    rows = packed_rows(documents, tokenizer, model, length=length, seed=seed)
-    apart = None if held_out is None else packed_rows(held_out, tokenizer, model, length=length, seed=None)
+    causal = plan.geometry.causal
+    rows = rows_of(documents, tokenizer, model, length=length, causal=causal, seed=seed)
+    apart = None if held_out is None else rows_of(held_out, tokenizer, model, length=length, causal=causal, seed=None)
     train, held = _split(rows, apart)
     told = {"encoding": plan.config.to_dict(), "recipe": recipe.to_dict(), "length": length, "seed": seed}
     told |= _identity(model, train, held)
@@ -164,18 +166,25 @@ def _split(rows: PackedDataset, held: PackedDataset | None) -> tuple[Any, Any]:
 
 
 def _batches(plan: PatchPlan, tokenizer: Any, recipe: Recipe, length: int, seed: int) -> Batches:
-    mask, specials = getattr(tokenizer, "mask_token_id", None), tuple(getattr(tokenizer, "all_special_ids", ()))
+    mask = getattr(tokenizer, "mask_token_id", None)
     if not plan.geometry.causal and mask is None:
         raise ConfigError("the model is bidirectional, and no tokenizer with a mask token was given to train it with.")
-    reach = reached(recipe, length)
-    return Batches(causal=plan.geometry.causal, mask_token_id=mask, special_ids=specials, reach=reach, seed=seed)
+    return Batches(
+        causal=plan.geometry.causal,
+        mask_token_id=mask,
+        special_ids=tuple(getattr(tokenizer, "all_special_ids", ())),
+        pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
+        reach=reached(recipe, length),
+        seed=seed,
+    )
 
 
 def _identity(model: PreTrainedModel, train: Any, held: Any) -> dict[str, Any]:
     """Return what a run that is resumed must have in common with the one that was stopped, beside what it is told."""
     digest = hashlib.sha256()
     for rows in (train, held):
-        digest.update(np.asarray(rows["input_ids"], dtype=np.int64).tobytes())
+        for row in rows.with_format("numpy")["input_ids"]:
+            digest.update(row.astype(np.int64).tobytes())
     return {
         "model_hash": model_hash(model),
         "text_hash": digest.hexdigest(),

@@ -33,6 +33,7 @@ class Lesson:
     Attributes:
         recipe: of the conversion.
         steps: of the run.
+        targets: tokens asked for in a batch, in the mean.
         causal: whether a label belongs to the logits of the token before it.
         original: the model before the patch, None where no stage needs it.
         fade: of the old positions, None where they do not fade.
@@ -42,6 +43,7 @@ class Lesson:
 
     recipe: Recipe
     steps: int
+    targets: float
     causal: bool
     original: PreTrainedModel | None = None
     fade: Fade | None = None
@@ -80,18 +82,19 @@ class Lesson:
             table = None if self.positions is None else self.positions[: given["input_ids"].shape[1]]
             return layerwise_loss(model, plain, original=self.original, paths=self.layers, positions=table)
         logits, targets = asked(model(**given, use_cache=False).logits, inputs["labels"], causal=self.causal)
-        loss = nn.functional.cross_entropy(logits.float(), targets)
+        share = len(targets) / self.targets  # of one batch among all of them, whichever process reads it
+        loss = nn.functional.cross_entropy(logits.float(), targets) * share
         if self.recipe.distill is None or self.original is None:
             return loss
         with evaluation_mode(self.original):
             wanted, _ = asked(self.original(**plain, use_cache=False).logits, inputs["labels"], causal=self.causal)
         found, told = logits.float().log_softmax(-1), wanted.float().log_softmax(-1)
-        divergence = nn.functional.kl_div(found, told, log_target=True, reduction="batchmean")
+        divergence = nn.functional.kl_div(found, told, log_target=True, reduction="batchmean") * share
         return torch.lerp(loss, divergence, self.recipe.distill.weight)
 
 
 class ConversionTrainer(Trainer):
-    """A Trainer whose loss is that of a `Lesson`. Batches have equally many targets, so that means of means are right.
+    """A Trainer whose loss is that of a `Lesson`, which makes means of means over batches and processes right.
 
     Args:
         lesson: what is asked of the model.

@@ -61,7 +61,7 @@ def layerwise_loss(
 
     Args:
         model: the converted model, or what wraps it for several processes.
-        inputs: of both models, with `input_ids` (b, n).
+        inputs: of both models, with `input_ids` (b, n); what an `attention_mask` (b, n) hides does not count.
         original: the model before.
         paths: of the layers, in both models.
         positions: (n, width), what the original added to the stream, or None where it cannot be taken out.
@@ -71,10 +71,12 @@ def layerwise_loss(
     if positions is not None:
         given = [(states - positions, output - positions) for states, output in given]
     made = _run(model, getattr(model, "module", model), inputs, paths, [states for states, _ in given])
+    mask = inputs.get("attention_mask")
+    seen = ... if mask is None else mask.bool()
     losses = []
     for (states, wanted), (_, output) in zip(given, made, strict=True):
-        added = (wanted - states).float().square().mean()
-        losses.append((output - wanted).float().square().mean() / added)
+        added = (wanted - states)[seen].float().square().mean()
+        losses.append((output - wanted)[seen].float().square().mean() / added)
     return torch.stack(losses).mean()
 
 

@@ -20,7 +20,7 @@ from hf_posenc.conversion.absorption import absorb, position_rows
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
 from hf_posenc.conversion.annealing import Fade, Rows, annealed, old_positions
 from hf_posenc.conversion.attention_fit import fit_attention, gains_rotation
-from hf_posenc.conversion.batches import Batches
+from hf_posenc.conversion.batches import Batches, longest
 from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, calibrate, can_calibrate
 from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
 from hf_posenc.conversion.layerwise import attention_paths, layer_paths, stream_positions
@@ -50,7 +50,7 @@ class Stages:
         recipe: what is done.
         batches: collates rows.
         rotations: what calibration chooses from, where there is nothing that it may fit (`rotation_choice`).
-        train, held_out: datasets of packed rows.
+        train, held_out: datasets of rows.
         record: what came of every stage so far.
         calibration: how well the encoding could be fitted, and whether the fit was `kept`; None where none was made.
         training: device, steps, tokens, seconds and losses of the training.
@@ -70,6 +70,7 @@ class Stages:
     fitted_on: Tensor | None = field(default=None, init=False)  # rows that the encoding was calibrated on
     rows: Tensor | None = field(default=None, init=False)  # what the original adds at every position, less what stays
     old: Encoding | None = field(default=None, init=False)
+    means: tuple[float, float] = field(default=(0, 0), init=False)  # tokens and targets of a row
 
     @property
     def encoding(self) -> Encoding | None:
@@ -77,10 +78,14 @@ class Stages:
         return getattr(self.plan.body_of(self.model), "posenc", None)
 
     @property
+    def rows_a_step(self) -> int:
+        """Rows of all processes in one step."""
+        return self.recipe.batch_size * int(launched().num_processes)
+
+    @property
     def tokens_a_step(self) -> int:
-        """Tokens of all processes in one step."""
-        processes: int = launched().num_processes
-        return self.recipe.batch_size * len(self.train[0]["input_ids"]) * processes
+        """Tokens of all processes in one step, in the mean."""
+        return round(self.rows_a_step * self.means[0])
 
     @property
     def steps(self) -> int:
@@ -93,10 +98,10 @@ class Stages:
         Raises:
             ConfigError: the budget does not pay for a step, or a step takes more rows than there are.
         """
-        recipe = self.recipe
+        recipe, self.means = self.recipe, self.batches.means(self.train)
         if recipe.tokens and not self.steps:
             raise ConfigError(f"tokens={recipe.tokens} is less than one step, {self.tokens_a_step}; give more tokens.")
-        if self.steps and len(self.train) < self.tokens_a_step // len(self.train[0]["input_ids"]):
+        if self.steps and len(self.train) < self.rows_a_step:
             raise ConfigError(f"the text fills {len(self.train)} rows, fewer than a step takes; give more text.")
 
     def start(self) -> None:
@@ -122,7 +127,7 @@ class Stages:
             self.rows = rows - constant
             after = self._note("absorb", after)
         if recipe.calibrate is not None:
-            some = self.train.select(range(min(recipe.calibrate.rows, len(self.train))))
+            some = longest(self.train, recipe.calibrate.rows)
             if fits:
                 self._fit_attention(original, some)
             elif self.rotations:
@@ -213,7 +218,8 @@ class Stages:
 
     def _lesson(self) -> Lesson:
         recipe, first = self.recipe, torch.tensor(self.train[:1]["input_ids"])
-        lesson = Lesson(recipe=recipe, steps=self.steps, causal=self.plan.geometry.causal)
+        targets = recipe.batch_size * self.means[1]
+        lesson = Lesson(recipe=recipe, steps=self.steps, targets=targets, causal=self.plan.geometry.causal)
         if recipe.distill is not None or recipe.layerwise is not None:
             lesson.original = self.original
         if recipe.layerwise is not None and self.original is not None:
@@ -232,7 +238,7 @@ class Stages:
             save_total_limit=2,  # a kill while the newest is written leaves the one before
             logging_steps=max(1, self.steps // 20),
             remove_unused_columns=False,
-            average_tokens_across_devices=False,  # every batch has as many targets
+            average_tokens_across_devices=False,  # the lesson sees to it
             ddp_find_unused_parameters=self.recipe.layerwise is not None,
             dataloader_drop_last=True,
             dataloader_pin_memory=on_cuda,
@@ -251,8 +257,8 @@ class Stages:
                 end = min(start + EVALUATION_BATCH, len(rows))
                 batch = batches([rows[index] for index in range(start, end)])
                 batch = {name: value.to(self.model.device) for name, value in batch.items()}
-                logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
-                found, wanted = asked(logits, batch["labels"], causal=causal)
+                labels = batch.pop("labels")
+                found, wanted = asked(self.model(**batch, use_cache=False).logits, labels, causal=causal)
                 total += float(nn.functional.cross_entropy(found.float(), wanted, reduction="sum"))
                 targets += len(wanted)
         return total / targets

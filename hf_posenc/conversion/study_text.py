@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.conversion.batches import packed_rows
+from hf_posenc.conversion.batches import rows_of
 from hf_posenc.conversion.convert import HELD_OUT_ROWS
 from hf_posenc.data import HELD_OUT, Document, load_documents, tokenize
 
@@ -53,6 +53,6 @@ def selection_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
     They lie half-way between those that `convert` measures on, which are the ones that are reported.
     """
     texts = tokenize(load_documents("embedded", split=HELD_OUT), tokenizer)
-    rows = packed_rows(texts, None, model, length=length, seed=None).dataset
+    rows = rows_of(texts, None, model, length=length, causal=True, seed=None).dataset
     every = max(1, len(rows) // HELD_OUT_ROWS)
     return rows.select(range(every // 2, len(rows), every)[:HELD_OUT_ROWS])

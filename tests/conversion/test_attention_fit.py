@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import hf_posenc as posenc
 from hf_posenc.conversion import attention_fit, stages
 from hf_posenc.conversion.attention_fit import fit_attention, gains_rotation
-from hf_posenc.conversion.batches import packed_rows
+from hf_posenc.conversion.batches import rows_of
 from hf_posenc.conversion.calibration import attention_divergence
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.recipe import Absorb, Calibrate, Recipe
@@ -113,7 +113,7 @@ def test_every_kind_of_attention_below_a_table_can_be_fitted(model_type: str) ->
 def test_a_real_model_with_rotations_starts_a_quarter_as_far_away() -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BASE), AutoTokenizer.from_pretrained(BASE)
     sources = [document.text for document in unseen_documents()[:300]]
-    text = packed_rows(sources, tokenizer, model, length=128, seed=0).dataset
+    text = rows_of(sources, tokenizer, model, length=128, causal=True, seed=0).dataset
     rows = [text[index]["input_ids"] for index in range(128)]
     done = convert(model, posenc.encoding("rope"), rows, Recipe(tokens=0, absorb=Absorb(), calibrate=Calibrate()))
     stages = done.record["stages"]

@@ -24,7 +24,7 @@ import hf_posenc as posenc
 from hf_posenc.conversion import stages
 from hf_posenc.conversion.absorption import position_rows
 from hf_posenc.conversion.annealing import Fade, Rows, annealed
-from hf_posenc.conversion.batches import packed_rows
+from hf_posenc.conversion.batches import rows_of
 from hf_posenc.conversion.convert import convert
 from hf_posenc.conversion.distillation import Lesson
 from hf_posenc.conversion.layerwise import layer_paths, layerwise_loss, stream_positions
@@ -68,7 +68,7 @@ def test_texts_are_told_apart_as_the_tokenizer_does_it(template: str, wanted: li
     unclosed = [document[:-1] if document[-1] == 2 else document for document in given]
     for documents, reader in ((texts, tokenizer), (given, tokenizer), (given, None), (unclosed, tokenizer)):
         model = gpt2(bos_token_id=1, eos_token_id=2)
-        packed = packed_rows(documents, reader, model, length=len(wanted), seed=None)
+        packed = rows_of(documents, reader, model, length=len(wanted), causal=True, seed=None)
         assert packed.dataset["input_ids"][:] == [wanted]
 
 
