@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_posenc.conversion.adapters import add_lora, save_and_merge
+from hf_posenc.conversion.batches import rows_of
 from hf_posenc.conversion.finetune_config import FinetuneConfig
 from hf_posenc.conversion.run_folder import (
     ADAPTER,
@@ -30,7 +31,7 @@ from hf_posenc.conversion.run_folder import (
     write_result,
 )
 from hf_posenc.conversion.training import causal_batch
-from hf_posenc.data import PackedDataset, PackingReport, describe, load_documents, pack, tokenize
+from hf_posenc.data import PackedDataset, PackingReport, describe, load_documents
 from hf_posenc.errors import CheckpointError, ConfigError, DataError, LengthError
 from hf_posenc.provenance import git_state, versions
 
@@ -143,7 +144,8 @@ def _prepare(config: FinetuneConfig) -> _Run:
     notes: list[str] = []
     model, tokenizer = _load(config.model, notes)
     length = config.length or posenc.max_length(model) or _trained_length(model)
-    rows = pack(tokenize(documents, tokenizer), length, eos_token_id=tokenizer.eos_token_id, seed=config.seed)
+    texts = [document.text for document in documents]
+    rows = rows_of(texts, tokenizer, model, length=length, causal=True, seed=config.seed)
     plan = certificate = None
     set_seed(config.seed)
     if encoding is not None:
@@ -183,8 +185,6 @@ def _load(name: str, notes: list[str]) -> tuple[PreTrainedModel, PreTrainedToken
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{name!r} does not load: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"The tokenizer of {name!r} has no end-of-text token, which packing puts between documents.")
     if not torch.cuda.is_available():
         for key in _ATTENTION_DROPOUTS:
             if getattr(model_config, key, 0):

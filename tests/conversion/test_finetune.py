@@ -16,7 +16,7 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -284,6 +284,26 @@ def test_the_run_folder_tells_everything(run: Any, base: Path, tmp_path: Path) -
     assert difference(loaded, result.model) == 0
     assert loaded.config.use_cache
     assert not result.model.training
+
+
+def test_texts_begin_as_their_tokenizer_begins_them(base: Path, tmp_path: Path) -> None:
+    """A model meets its start token whenever it is used, and may never have met an end token between texts."""
+    tokenizer, folder = byte_tokenizer(), tmp_path / "started"
+    tokenizer.add_special_tokens({"bos_token": "<start>"})
+    framing = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = framing
+    model = GPT2LMHeadModel.from_pretrained(base / "model")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "texts").mkdir()
+    for number in range(LENGTH):
+        (tmp_path / "texts" / f"{number}.txt").write_text("a" * (LENGTH - 1), encoding="utf-8")
+    settled = settings(base, tmp_path / "run", model=str(folder), documents=str(tmp_path / "texts"))
+    rows = module._prepare(settled).rows
+    assert rows.dataset["input_ids"][:] == [tokenizer("a" * (LENGTH - 1))["input_ids"]] * LENGTH
+    assert rows.dataset[0]["input_ids"][0] == tokenizer.bos_token_id
+    assert rows.report.separators == 0
 
 
 def test_lora_trains_and_saves_the_encodings_own_parameters(run: Any, base: Path, tmp_path: Path) -> None:
