@@ -8,6 +8,7 @@ of its input and the constant, to the logits of all words alike, the padding tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,14 +46,22 @@ def can_absorb(model: PreTrainedModel, plan: PatchPlan) -> bool:
     return not plan.keeps and position_rows(model) is not None
 
 
-def absorb(model: PreTrainedModel, constant: Tensor) -> None:
+def absorb(model: PreTrainedModel, constant: Tensor) -> Callable[[], None]:
     """Add a constant, (width,), to every token's embedding, in place and in whatever is tied to it.
 
     The weight is replaced, not written to: whoever else holds the old one keeps it as it was.
+
+    Returns:
+        A function that puts the old weight back.
     """
     words: Any = model.get_input_embeddings()
     old: nn.Parameter = words.weight
     new = nn.Parameter((old.detach().double() + constant.double()).to(old), requires_grad=old.requires_grad)
+    _exchange(model, old, new)
+    return lambda: _exchange(model, new, old)
+
+
+def _exchange(model: PreTrainedModel, old: nn.Parameter, new: nn.Parameter) -> None:
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is old:

@@ -6,13 +6,13 @@ import copy
 import dataclasses
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from hf_posenc.config import Encoding
@@ -24,20 +24,16 @@ from hf_posenc.conversion.batches import Batches, longest
 from hf_posenc.conversion.calibration import HEAD_ROWS, attention_divergence, calibrate, can_calibrate
 from hf_posenc.conversion.distillation import ConversionTrainer, Lesson, optimizer_of
 from hf_posenc.conversion.layerwise import attention_paths, layer_paths, stream_positions
-from hf_posenc.conversion.recipe import Recipe
+from hf_posenc.conversion.recipe import Calibrate, Recipe
 from hf_posenc.conversion.rotation_choice import best_rotation
 from hf_posenc.conversion.run_folder import ADAPTER, CHECKPOINTS, last_checkpoint
-from hf_posenc.conversion.training import asked, original_of
+from hf_posenc.conversion.training import mean_loss, original_of
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.errors import ConfigError
-from hf_posenc.evaluation.scoring import evaluation_mode
 from hf_posenc.evaluation.sharing import launched
 from hf_posenc.patching import patch, unpatch
 from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
-
-EVALUATION_BATCH = 16
-"""Rows in one forward pass where a loss is measured."""
 
 
 @dataclass(kw_only=True)
@@ -118,16 +114,16 @@ class Stages:
         self.original = original = original_of(model, shared=not (self.steps or fits) or recipe.lora_rank > 0)
         patch(model, self.plan.config)
         after = self._note("replace", before)
+        some = longest(self.train, (recipe.calibrate or Calibrate()).rows)
         if recipe.absorb is not None and rows is not None:
             first = min(recipe.absorb.first_row, len(rows) - 1)
             constant = rows[first:].double().mean(0).to(rows)
-            absorb(model, constant)
-            if isinstance(self.old, Rows):
-                self.old = Rows(rows - constant)
-            self.rows = rows - constant
+            if self._helps(some, lambda: absorb(model, constant)):
+                self.rows = rows - constant
+                if isinstance(self.old, Rows):
+                    self.old = Rows(self.rows)
             after = self._note("absorb", after)
         if recipe.calibrate is not None:
-            some = longest(self.train, recipe.calibrate.rows)
             if fits:
                 self._fit_attention(original, some)
             elif self.rotations:
@@ -136,26 +132,35 @@ class Stages:
                 self._calibrate(self.encoding, original, some)
             self._note("calibrate", after, tokens=some.num_rows * len(some[0]["input_ids"]))
 
-    def _calibrate(self, encoding: Encoding, original: PreTrainedModel, rows: Any) -> None:
-        """Fit the encoding to the scores that these rows lost; keep the fit where the loss on them is lower for it."""
-        own, before = copy.deepcopy(encoding.state_dict()), self.loss(rows)
-        self.fitted_on = torch.tensor(rows["input_ids"])
-        found = asdict(calibrate(self.model, original, self.fitted_on, self.plan.geometry))
+    def _helps(self, rows: Any, change: Callable[[], Callable[[], object]]) -> bool:
+        """Make a change, which returns what undoes it, and keep it where the loss on these rows is lower for it."""
+        before, undo = self.loss(rows), change()
         kept = self.loss(rows) < before
         if not kept:
-            encoding.load_state_dict(own)
-        self.calibration = found | {"kept": kept}
+            undo()
+        return kept
+
+    def _calibrate(self, encoding: Encoding, original: PreTrainedModel, rows: Any) -> None:
+        """Fit the encoding to the scores that these rows lost."""
+        own, self.fitted_on = copy.deepcopy(encoding.state_dict()), (read := torch.tensor(rows["input_ids"]))
+
+        def fit() -> Callable[[], object]:
+            self.calibration = asdict(calibrate(self.model, original, read, self.plan.geometry))
+            return lambda: encoding.load_state_dict(own)
+
+        kept = self._helps(rows, fit)
+        self.calibration = (self.calibration or {}) | {"kept": kept}
 
     def _fit_attention(self, original: PreTrainedModel, rows: Any) -> None:
-        """Fit queries and keys to a rotation; keep the fit where the loss on these rows is lower for it."""
+        """Fit queries and keys to a rotation."""
         modules = [self.model.get_submodule(path) for path in self.plan.attention]
-        own, before = [copy.deepcopy(module.state_dict()) for module in modules], self.loss(rows)
-        fit_attention(self.model, original, torch.tensor(rows["input_ids"]), self.plan)
-        kept = self.loss(rows) < before
-        if not kept:
-            for module, weights in zip(modules, own, strict=True):
-                module.load_state_dict(weights)
-        self.calibration = {"kept": kept}
+        own = [copy.deepcopy(module.state_dict()) for module in modules]
+
+        def fit() -> Callable[[], object]:
+            fit_attention(self.model, original, torch.tensor(rows["input_ids"]), self.plan)
+            return lambda: [module.load_state_dict(weights) for module, weights in zip(modules, own, strict=True)]
+
+        self.calibration = {"kept": self._helps(rows, fit)}
 
     def _choose_rotation(self, rows: Any) -> None:
         """Patch anew with the rotation under which the loss on these rows is lowest."""
@@ -249,19 +254,8 @@ class Stages:
 
     def loss(self, rows: Any = None) -> float:
         """Return the mean loss on rows, the held-out ones by default, at their own positions, in nats a target."""
-        rows = self.held_out if rows is None else rows
-        causal, total, targets = self.plan.geometry.causal, 0.0, 0
         batches = dataclasses.replace(self.batches, reach=None)
-        with evaluation_mode(self.model):
-            for start in range(0, len(rows), EVALUATION_BATCH):
-                end = min(start + EVALUATION_BATCH, len(rows))
-                batch = batches([rows[index] for index in range(start, end)])
-                batch = {name: value.to(self.model.device) for name, value in batch.items()}
-                labels = batch.pop("labels")
-                found, wanted = asked(self.model(**batch, use_cache=False).logits, labels, causal=causal)
-                total += float(nn.functional.cross_entropy(found.float(), wanted, reduction="sum"))
-                targets += len(wanted)
-        return total / targets
+        return mean_loss(self.model, self.held_out if rows is None else rows, batches, causal=batches.causal)
 
     def _note(self, stage: str, before: float, *, tokens: int = 0) -> float:
         after = self.loss()

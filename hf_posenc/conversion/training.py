@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hf_posenc.evaluation.scoring import evaluation_mode
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
 IGNORED = -100  # the label that transformers' losses skip
+EVALUATION_BATCH = 16
+"""Rows in one forward pass where a loss is measured."""
 
 
 def causal_batch(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -38,6 +42,22 @@ def asked(logits: torch.Tensor, labels: torch.Tensor, *, causal: bool) -> tuple[
         logits, labels = logits[:, :-1], labels[:, 1:]
     wanted = labels != IGNORED
     return logits[wanted], labels[wanted]
+
+
+def mean_loss(
+    model: PreTrainedModel, rows: Dataset, collate: Callable[[Any], dict[str, torch.Tensor]], *, causal: bool
+) -> float:
+    """Return the mean loss over all targets of rows, in nats, with the model in eval mode."""
+    total, targets = 0.0, 0
+    with evaluation_mode(model):
+        for start in range(0, len(rows), EVALUATION_BATCH):
+            some = range(start, min(start + EVALUATION_BATCH, len(rows)))
+            batch = {name: value.to(model.device) for name, value in collate([rows[index] for index in some]).items()}
+            labels = batch.pop("labels")
+            found, wanted = asked(model(**batch, use_cache=False).logits, labels, causal=causal)
+            total += float(torch.nn.functional.cross_entropy(found.float(), wanted, reduction="sum"))
+            targets += len(wanted)
+    return total / targets
 
 
 @torch.no_grad()

@@ -222,6 +222,30 @@ def test_a_distilled_model_hears_the_original() -> None:
     assert abs(done.record["losses"][0][1]) < 1e-6
 
 
+@pytest.mark.parametrize("times", [1.0, -50.0])
+def test_a_constant_is_absorbed_only_where_it_makes_the_loss_lower(
+    times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The positions of some models point every way, and their mean, alone, misleads: rxnmapper's ALBERT."""
+    stock = stages.absorb
+    monkeypatch.setattr(stages, "absorb", lambda model, constant: stock(model, times * constant))
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(torch.randn(16).expand(LENGTH, -1))
+        model.transformer.wte.weight.normal_()  # so that its text says what it is
+    words = model.transformer.wte.weight.detach().clone()
+    written = model.generate(torch.arange(40)[:, None], do_sample=True, top_k=0, max_new_tokens=LENGTH - 1)
+    done = convert(model, posenc.NoPE(), written.tolist(), quick(tokens=0))
+    replaced, absorbed = done.record["stages"]
+    assert torch.equal(done.model.transformer.wte.weight, words) is (times < 0)
+    assert done.model.lm_head.weight is done.model.transformer.wte.weight
+    if times < 0:
+        assert absorbed["after"] == absorbed["before"] == replaced["after"]
+    else:
+        assert absorbed["after"] < absorbed["before"]
+        assert absorbed["after"] == pytest.approx(replaced["before"], abs=1e-5)
+
+
 @pytest.mark.parametrize("worse", [True, False])
 def test_a_fit_is_kept_only_where_it_makes_the_loss_lower(worse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores of random weights say little, so that a fit may do harm: here it is made to."""
@@ -237,7 +261,7 @@ def test_a_fit_is_kept_only_where_it_makes_the_loss_lower(worse: bool, monkeypat
     losses = iter([2.0, 3.0 if worse else 1.0])
     stock = stages.Stages.loss
     monkeypatch.setattr(stages.Stages, "loss", lambda self, rows=None: stock(self) if rows is None else next(losses))
-    done = convert(gpt2(), KERPLE, texts(), quick(tokens=0, **CALIBRATED))
+    done = convert(gpt2(), KERPLE, texts(), quick(tokens=0, absorb=None, **CALIBRATED))
     assert done.record["calibration"]["kept"] is not worse
     left = float(next(done.model.transformer.posenc.parameters()).detach().max())
     assert (left == pytest.approx(3.0 if worse else 1e-3)) is not worse
