@@ -33,7 +33,9 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Absorb(Stage):
-    """Add what all rows of a removed table share to every token's embedding; spends no tokens.
+    """Add what all rows of a removed table share to every token's embedding, where that lowers the loss.
+
+    Spends no tokens.
 
     Attributes:
         first_row: position from which on rows count; GPT-2's first row lies far from all others. Neutral value: 0.
