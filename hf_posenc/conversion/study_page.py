@@ -21,8 +21,8 @@ trained on just as many tokens, in whichever of the ways below ends lowest. Ever
 rates and batches that were tried for it, in brackets as rate x rows; they were chosen on 64 other held-out rows, those
 of runs on seen text on the ones that are reported. Sets of stages are compared at equal rates.
 
-The whole grid, with 0.5, 1 and 5 % and every set of stages for every target, costs a core some three hours a seed;
-**not run** is what there was no time for.
+The grid is of every set of stages for ALiBi, KERPLE, none, RoPE and T5 at every budget, some six hours of a core;
+without positions there is nothing to calibrate, and `start` is `absorb`. **Not run** is what lies beside it.
 
 The original knows its training text by heart: it is 0.6 nats better there than on held-out text. **Seen text** is that
 text; all other runs are trained on Python that the original never saw, the sources of the packages that this one needs.
@@ -38,7 +38,7 @@ the attention of the original on 64 rows. `reach` trains at positions up to 8 x 
 def page_of(summary: dict[str, Any]) -> str:
     """Return the page, in Markdown, of what `study_report.write_report` has summarised."""
     rows = [row for row in summary["runs"] if row["best"]]
-    parts = [_HEAD.format(length=summary["length"]), _references(rows), _starts(rows)]
+    parts = [_HEAD.format(length=summary["length"]), _seeds(rows), _references(rows), _starts(rows)]
     parts += [_budget(rows, percent) for percent in sorted({row["percent"] for row in rows}, reverse=True)]
     parts += [_frugality(rows), _lengths(rows), _heads(summary["heads"])]
     return "\n".join(part for part in parts if part)
@@ -50,9 +50,16 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
-def seed_spread(rows: Iterable[Row]) -> float | None:
-    """Return the largest spread over seeds, as a share of perplexity, of rows with several; None without any."""
-    return max((row["spread"] for row in rows if row["seeds"] > 1), default=None)
+def _seeds(rows: Sequence[Row]) -> str:
+    """Return what is called a difference."""
+    spreads = _spreads(rows)
+    if not spreads:
+        return "One seed each: small differences mean nothing.\n"
+    return (
+        "A cell is of one seed unless it says how many. Spread over seeds is the highest perplexity over the lowest; "
+        "what is smaller than that of the two that are compared, at any budget, or than the largest of all, "
+        f"{max(spreads.values()):.1%}, where neither has several seeds, is called no difference.\n"
+    )
 
 
 def _references(rows: Sequence[Row]) -> str:
@@ -93,16 +100,18 @@ def _budget(rows: Sequence[Row], percent: float) -> str:
         return ""
     found = {(row["target"], row["rung"]): row for row in own}
     lines = [(rung, *(_cell(found.get((target, rung))) for target in targets)) for rung in rungs]
-    spread = seed_spread(own)
-    said = (
-        "One seed each: small differences mean nothing."
-        if spread is None
-        else f"A cell with more than one seed says how many; the largest spread over seeds is {spread:.1%}. What is "
-        "smaller than the spread of the two that are compared, or than the largest where neither has one, is called no "
-        "difference."
-    )
     title = f"## {percent:g} % of the tokens: perplexity over that of the original trained alike"
-    return f"{title}\n\n{table(('stages', *targets), lines)}\n{said}\n{_effects(found, spread)}"
+    return f"{title}\n\n{table(('stages', *targets), lines)}\n{_effects(found, _spreads(rows))}"
+
+
+def _spreads(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Return the largest spread over seeds, at any budget, of every target and set of stages that had several."""
+    found: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["seeds"] > 1 and row["target"] != ORIGINAL:
+            key = row["target"], row["rung"]
+            found[key] = max(row["spread"], found.get(key, 0.0))
+    return found
 
 
 def _cell(row: Row | None) -> str:
@@ -116,22 +125,21 @@ def _settings(row: Row) -> str:
     return f"{row['learning_rate']:g} x {row['batch_size']}"
 
 
-def _effects(found: dict[tuple[str, str], Row], spread: float | None) -> str:
+def _effects(found: dict[tuple[str, str], Row], spreads: dict[tuple[str, str], float]) -> str:
     """Return one sentence for every set of stages, against the one that has a stage less."""
     pairs = (
         *((NAIVE, ABSORBED), (ABSORBED, START), (START, "start+anneal"), (START, "start+layerwise")),
         *((START, "start+distill"), ("start+distill", "start+layerwise+distill")),
     )
-    lines = []
+    largest, lines = max(spreads.values(), default=None), []
     for less, more in [(less + text, more + text) for less, more in pairs for text in ("", ", seen text")]:
-        targets = [target for target, rung in found if rung == more and _alike(found, target, less, more)]
-        changes = {target: found[target, more]["ratio"] / found[target, less]["ratio"] - 1 for target in targets}
-        if changes:
-            each = ", ".join(
-                f"{target} {_change(change, seed_spread([found[target, less], found[target, more]]) or spread)}"
-                for target, change in changes.items()
-            )
-            lines.append(f"- `{more}` against `{less}`: {each}.")
+        each = []
+        for target in [target for target, rung in found if rung == more and _alike(found, target, less, more)]:
+            own = [spreads[target, rung] for rung in (less, more) if (target, rung) in spreads]
+            change = found[target, more]["ratio"] / found[target, less]["ratio"] - 1
+            each.append(f"{target} {_change(change, max(own, default=largest))}")
+        if each:
+            lines.append(f"- `{more}` against `{less}`: {', '.join(each)}.")
     return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 

@@ -68,6 +68,18 @@ def test_what_is_smaller_than_the_spread_over_seeds_is_no_difference() -> None:
     assert "One seed each" in page(run("nope", "naive", 24.0))
 
 
+def test_a_budget_of_one_seed_is_held_against_the_spread_of_another() -> None:
+    """That of the sets of stages that are compared where there is one, otherwise the largest that was found."""
+    seeds = [run("nope", "naive", end, seed=seed) for seed, end in enumerate((24.0, 24.5))]
+    other = [run("t5", "start", end, seed=seed) for seed, end in enumerate((22.0, 24.0))]
+    five = [run("original", "naive", 20, percent=5), run("nope", "naive", 24.0, percent=5)]
+    assert "nope no difference" in page(*seeds, *five, run("nope", "absorb", 23.6, percent=5))
+    assert "nope -4.2%" in page(*seeds, *other, *five, run("nope", "absorb", 23.0, percent=5))
+    rest = [run("nope", "start", 23.0, percent=5), run("nope", "start+anneal", 22.0, percent=5)]
+    assert "`start+anneal` against `start`: nope no difference." in page(*seeds, *other, *five, *rest)
+    assert "`start+anneal` against `start`: nope -4.3%." in page(*seeds, *five, *rest)
+
+
 def test_fewer_tokens_are_said_to_be_better_only_where_they_are() -> None:
     naive = run("nope", "naive", 23, percent=10)
     reference = run("original", "naive", 20, percent=10)
