@@ -16,8 +16,11 @@ from hf_posenc.encodings.rope import RoPE
 from hf_posenc.patching import plan as make_plan
 from hf_posenc.planning import PatchPlan
 
-FAR = 2e-3
-"""Learning rate of what starts unfitted: NoPE ends lower than at that of the others."""
+WIDTH = 128
+"""Of the model on which `Recipe.learning_rate` was chosen. Others learn at rates in inverse proportion to their width:
+muP has it so for Adam (Yang et al. 2022, arXiv:2203.03466), and so the best ones at widths of 64 and 256 were found."""
+FAR = 2.0
+"""Learning rate of what starts unfitted, over that of the others: NoPE ends lower at it."""
 
 
 def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) -> Recipe:
@@ -25,8 +28,8 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
 
     The mean of a table that is added to the token embedding is absorbed; an encoding whose parameters make a bias that
     looks at positions alone is calibrated; queries and keys are fitted to a rotation that the model lacked; one that is
-    scaled by a factor is trained at positions as far as that; the original teaches all. What starts unfitted has
-    further to go and learns faster.
+    scaled by a factor is trained at positions as far as that; the original teaches all. Wider models learn at lower
+    rates; what starts unfitted has further to go and learns faster.
 
     Args:
         model: not patched.
@@ -38,11 +41,12 @@ def recipe_for(model: PreTrainedModel, encoding: EncodingConfig, **fields: Any) 
         PosencError: what `plan` raises.
     """
     plan = make_plan(model, encoding)
-    stages: dict[str, Any] = {"distill": Distill(), "learning_rate": FAR}
+    rate = Recipe.learning_rate * WIDTH / (plan.geometry.num_attention_heads * plan.geometry.head_dim)
+    stages: dict[str, Any] = {"distill": Distill(), "learning_rate": FAR * rate}
     if can_absorb(model, plan):
         stages["absorb"] = Absorb()
     if calibrates(model, encoding, plan, lora_rank=fields.get("lora_rank", 0)):
-        stages |= {"calibrate": Calibrate(), "learning_rate": Recipe.learning_rate}
+        stages |= {"calibrate": Calibrate(), "learning_rate": rate}
     if isinstance(encoding, RoPE) and encoding.scaling is not None and "factor" in encoding.scaling:
         stages["reach"] = Reach(factor=encoding.scaling["factor"])
     return Recipe.from_dict(stages | fields)

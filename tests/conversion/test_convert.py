@@ -183,10 +183,24 @@ def test_the_recommended_recipe_has_the_stages_that_have_something_to_do() -> No
     scaled = posenc.RoPE(scaling={"rope_type": "yarn", "factor": 2.0})
     assert stages(gpt2(), scaled) == {"absorb", "calibrate", "reach", "distill"}
     assert posenc.recipe_for(gpt2(), scaled).reach == Reach(factor=2.0)
-    assert posenc.recipe_for(gpt2(), posenc.NoPE()).learning_rate > posenc.recipe_for(gpt2(), KERPLE).learning_rate
-    assert posenc.recipe_for(gpt2(), KERPLE, distill=None, tokens=7) == Recipe(
-        tokens=7, absorb=Absorb(), calibrate=Calibrate()
-    )
+    asked = posenc.recipe_for(gpt2(), KERPLE, distill=None, learning_rate=1e-3, tokens=7)
+    assert asked == Recipe(tokens=7, learning_rate=1e-3, absorb=Absorb(), calibrate=Calibrate())
+
+
+def test_wider_models_learn_at_lower_rates() -> None:
+    rates = {
+        (width, encoding.name): posenc.recipe_for(gpt2(n_embd=width), encoding).learning_rate
+        for width in (64, 128, 256)
+        for encoding in (KERPLE, posenc.NoPE())
+    }
+    assert rates == {
+        (64, "kerple"): 2e-3,
+        (128, "kerple"): Recipe.learning_rate,
+        (256, "kerple"): 5e-4,
+        (64, "nope"): 4e-3,
+        (128, "nope"): 2e-3,
+        (256, "nope"): 1e-3,
+    }
 
 
 def test_training_helps() -> None:
