@@ -57,10 +57,10 @@ def evolved(model: object, mask: int, sequence: Tensor, *, rounds: int, chains: 
 def test_an_encoder_takes_the_same_road_to_a_rotation() -> None:
     model, tokenizer = checkpoints.sapiens_roberta()
     torch.manual_seed(0)
-    ids = tokenizer(ANTIBODY, return_tensors="pt").input_ids[:, :-1]  # the end is put between rows again
-    rows = evolved(model, tokenizer.mask_token_id, ids, rounds=8, chains=128)
+    ids = tokenizer(ANTIBODY, return_tensors="pt").input_ids
+    written = evolved(model, tokenizer.mask_token_id, ids[:, :-1], rounds=8, chains=128)
+    rows = torch.cat([written, ids[:, -1:].expand(len(written), 1)], dim=1)
     recipe = posenc.recipe_for(model, posenc.RoPE(), tokens=60_000)
-    length = ids.shape[1] + 1
-    done = posenc.convert(model, posenc.RoPE(), rows.tolist(), recipe, tokenizer=tokenizer, length=length)
+    done = posenc.convert(model, posenc.RoPE(), rows.tolist(), recipe, tokenizer=tokenizer, length=ids.shape[1])
     original, replaced, absorbed, calibrated, end = losses(done)
     assert original < end < calibrated < absorbed < replaced
