@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,11 +56,12 @@ def _seeds(rows: Sequence[Row]) -> str:
     spreads = _spreads(rows)
     if not spreads:
         return "One seed each: small differences mean nothing.\n"
-    return (
+    said = (
         "A cell is of one seed unless it says how many. Spread over seeds is the highest perplexity over the lowest; "
         "what is smaller than that of the two that are compared, at any budget, or than the largest of all, "
-        f"{max(spreads.values()):.1%}, where neither has several seeds, is called no difference.\n"
+        f"{max(spreads.values()):.1%}, where neither has several seeds, is called no difference."
     )
+    return textwrap.fill(said, 120) + "\n"
 
 
 def _references(rows: Sequence[Row]) -> str:
