@@ -85,8 +85,7 @@ def convert(
         tokenizer: of the model; needed for texts, and for the mask token of a masked model.
         held_out: texts of the same kind on which stages are measured; None takes the last rows of `documents`, which
             are then not trained on.
-        length: tokens of a row, or of the longest of a masked model, where a text is a row; None takes the length that
-            the model was trained for.
+        length: tokens of a row, at most where texts have rows of their own; None takes the length trained for.
         output_dir: new folder for model, `config.yaml` and `result.json`; None writes nothing.
         resume: continue the unfinished run in `output_dir`; the weights end up as if it had never been stopped.
         seed: of the order of rows and of all that is drawn.
@@ -98,8 +97,7 @@ def convert(
         TrainingError: the loss is no number any more; by then the model is patched.
         PosencError: what `plan` raises.
     """
-    # here, since with the Trainer and peft it takes seconds to import
-    from hf_posenc.conversion.stages import Stages
+    from hf_posenc.conversion.stages import Stages  # here, since the Trainer and peft take seconds to import
 
     check_seed(seed)
     recipe = recipe_for(model, encoding) if recipe is None else recipe
