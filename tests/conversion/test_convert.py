@@ -226,13 +226,21 @@ def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) 
         convert(gpt2(), posenc.NoPE(), texts(), quick())
 
 
-def test_a_distilled_model_hears_the_original() -> None:
-    """A table of equal rows is absorbed whole, so that the divergence from the original starts at zero."""
+def of_equal_rows() -> tuple[Any, list[list[int]]]:
+    """Return a model to whose words every position adds the same, and texts that it wrote, which say what that is."""
     model = gpt2()
     with torch.no_grad():
         model.transformer.wpe.weight.copy_(torch.randn(16).expand(LENGTH, -1))
+        model.transformer.wte.weight.normal_()
+    written = model.generate(torch.arange(40)[:, None], do_sample=True, top_k=0, max_new_tokens=LENGTH - 1)
+    return model, written.tolist()
+
+
+def test_a_distilled_model_hears_the_original() -> None:
+    """A table of equal rows is absorbed whole, so that the divergence from the original starts at zero."""
+    model, written = of_equal_rows()
     recipe = quick(distill=Distill(weight=1.0), tokens=64, learning_rate=1e-9)
-    done = convert(model, posenc.NoPE(), texts(), recipe)
+    done = convert(model, posenc.NoPE(), written, recipe)
     assert abs(done.record["losses"][0][1]) < 1e-6
 
 
@@ -243,13 +251,9 @@ def test_a_constant_is_absorbed_only_where_it_makes_the_loss_lower(
     """The positions of some models point every way, and their mean, alone, misleads: rxnmapper's ALBERT."""
     stock = stages.absorb
     monkeypatch.setattr(stages, "absorb", lambda model, constant: stock(model, times * constant))
-    model = gpt2()
-    with torch.no_grad():
-        model.transformer.wpe.weight.copy_(torch.randn(16).expand(LENGTH, -1))
-        model.transformer.wte.weight.normal_()  # so that its text says what it is
+    model, written = of_equal_rows()
     words = model.transformer.wte.weight.detach().clone()
-    written = model.generate(torch.arange(40)[:, None], do_sample=True, top_k=0, max_new_tokens=LENGTH - 1)
-    done = convert(model, posenc.NoPE(), written.tolist(), quick(tokens=0))
+    done = convert(model, posenc.NoPE(), written, quick(tokens=0))
     replaced, absorbed = done.record["stages"]
     assert torch.equal(done.model.transformer.wte.weight, words) is (times < 0)
     assert done.model.lm_head.weight is done.model.transformer.wte.weight
