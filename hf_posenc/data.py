@@ -73,7 +73,7 @@ class PackingReport:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """`dataset` has one column `input_ids` whose rows all hold `report.length` token ids."""
+    """`dataset` has one column `input_ids` of `report.length` token ids a row, or at most, where each is one text."""
 
     dataset: Dataset
     report: PackingReport

@@ -89,13 +89,10 @@ def single_texts(
     order = list(range(len(documents)))
     if seed is not None:
         random.Random(seed).shuffle(order)
-    pieces = [
-        piece.tolist()
-        for index in order
-        for piece in np.array_split(
-            np.asarray(documents[index], np.int64), math.ceil(len(documents[index]) / length) or 1
-        )
-    ]
+    pieces = []
+    for index in order:
+        text = np.asarray(documents[index], dtype=np.int64)
+        pieces += [piece.tolist() for piece in np.array_split(text, max(1, math.ceil(len(text) / length)))]
     rows = [piece for piece in pieces if not set(piece).issubset(special_ids)]
     if not rows:
         raise DataError(f"{len(documents)} documents hold nothing but special tokens; give some text.")

@@ -22,8 +22,8 @@ trained on just as many tokens, in whichever of the ways below ends lowest. Ever
 rates and batches that were tried for it, in brackets as rate x rows; they were chosen on 64 other held-out rows, those
 of runs on seen text on the ones that are reported. Sets of stages are compared at equal rates.
 
-The grid is of every set of stages for ALiBi, KERPLE, none, RoPE and T5 at every budget, some six hours of a core;
-without positions there is nothing to calibrate, and `start` is `absorb`. **Not run** is what lies beside it.
+The grid is of every set of stages for ALiBi, KERPLE, none, RoPE and T5 at every budget, some four hours of training on
+a core; without positions there is nothing to calibrate, and `start` is `absorb`. **Not run** is what lies beside it.
 
 The original knows its training text by heart: it is 0.6 nats better there than on held-out text. **Seen text** is that
 text; all other runs are trained on Python that the original never saw, the sources of the packages that this one needs.

@@ -1,4 +1,4 @@
-"""What is drawn at random in a batch."""
+"""Rows of text, what is drawn at random in a batch, and batches of rows that are not of one length."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_halves_of_a_padded_batch_teach_what_the_whole_does(stages: str) -> None
     assert loss(rows) == pytest.approx((loss(rows[:4]) + loss(rows[4:])) / 2, rel=1e-5)
 
 
-def test_what_is_padded_is_neither_taught_nor_measured() -> None:
+def test_what_is_padded_does_not_count_where_layers_are_taught() -> None:
     model, original, rows = bert(), bert(), [{"input_ids": text} for text in ragged(8)]
     posenc.patch(model, posenc.encoding("t5"))
     for weight in model.bert.posenc.parameters():
